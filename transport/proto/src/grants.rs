@@ -1,0 +1,138 @@
+//! Which grants are open at a receiver: the last check before a byte is put in place.
+//!
+//! Owned by each engine whose receiver copies, and by the simulator's. In: grants opened and
+//! closed, frames as they arrive. Out: the grant a frame may land under, or why not. Invariant: a
+//! frame is admitted only under the grant whose number it carries, on the link that the grant
+//! names, for a part that its grid has.
+
+use std::collections::HashMap;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{GrantId, LaneId, LinkId, PartId};
+
+/// One open grant.
+#[derive(Debug)]
+struct Open<T> {
+    link: LinkId,
+    parts: u32,
+    lanes: Vec<LaneId>,
+    target: T,
+}
+
+/// The open grants of one engine.
+#[derive(Debug)]
+pub struct Grants<T> {
+    open: HashMap<GrantId, Open<T>>,
+    /// Trusts the lane instead of the number; one of the machines that the simulator must catch.
+    #[cfg(feature = "mutants")]
+    pub trust_the_lane: bool,
+}
+
+impl<T> Default for Grants<T> {
+    fn default() -> Self {
+        Self {
+            open: HashMap::new(),
+            #[cfg(feature = "mutants")]
+            trust_the_lane: false,
+        }
+    }
+}
+
+impl<T> Grants<T> {
+    /// Opens a grant.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Internal`] if the number is in use; numbers are never reused.
+    pub fn open(
+        &mut self,
+        grant: GrantId,
+        link: LinkId,
+        lanes: &[LaneId],
+        parts: u32,
+        target: T,
+    ) -> Result<()> {
+        if self.open.contains_key(&grant) {
+            return Err(Error::new(ErrorKind::Internal, "grant number used twice")
+                .with("grant", grant));
+        }
+        self.open.insert(grant, Open { link, parts, lanes: lanes.to_vec(), target });
+        Ok(())
+    }
+
+    /// Where a frame may land.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a grant that is not open on this link,
+    /// [`ErrorKind::InvalidPlan`] for a part that it does not have.
+    pub fn admit(
+        &self,
+        link: LinkId,
+        lane: LaneId,
+        grant: GrantId,
+        part: PartId,
+    ) -> Result<(GrantId, &T)> {
+        #[cfg(feature = "mutants")]
+        if self.trust_the_lane {
+            let on_lane = self.open.iter().find(|(_, o)| o.link == link && o.lanes.contains(&lane));
+            if let Some((&grant, o)) = on_lane.filter(|(_, o)| part.0 < o.parts) {
+                return Ok((grant, &o.target));
+            }
+        }
+        let Some(open) = self.open.get(&grant).filter(|o| o.link == link) else {
+            return Err(Error::new(ErrorKind::NotFound, "no such grant is open on this link")
+                .with("grant", grant)
+                .with("part", part.0));
+        };
+        if !open.lanes.contains(&lane) {
+            return Err(Error::new(ErrorKind::NotFound, "the grant does not have this lane")
+                .with("grant", grant)
+                .with("lane", lane.0));
+        }
+        if part.0 >= open.parts {
+            return Err(Error::new(ErrorKind::InvalidPlan, "the grant has no such part")
+                .with("grant", grant)
+                .with("part", part.0)
+                .with("parts", open.parts));
+        }
+        Ok((grant, &open.target))
+    }
+
+    /// The target of an open grant.
+    pub fn get(&self, grant: GrantId) -> Option<&T> {
+        self.open.get(&grant).map(|o| &o.target)
+    }
+    /// Closes a grant; nothing is admitted under it from here on.
+    pub fn close(&mut self, grant: GrantId) -> Option<T> {
+        self.open.remove(&grant).map(|o| o.target)
+    }
+    /// Number of open grants.
+    pub fn len(&self) -> usize {
+        self.open.len()
+    }
+    /// Whether no grant is open.
+    pub fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_right_number_link_lane_and_part_are_admitted() {
+        let mut g = Grants::default();
+        g.open(GrantId(7), LinkId(1), &[LaneId(0)], 3, "a").unwrap();
+        let admit = |g: &Grants<_>, l, n, id, p| {
+            g.admit(LinkId(l), LaneId(n), GrantId(id), PartId(p)).map(|(_, t)| *t).ok()
+        };
+        assert_eq!(admit(&g, 1, 0, 7, 2), Some("a"));
+        assert_eq!(admit(&g, 2, 0, 7, 2), None);
+        assert_eq!(admit(&g, 1, 1, 7, 2), None);
+        assert_eq!(admit(&g, 1, 0, 8, 2), None);
+        assert_eq!(admit(&g, 1, 0, 7, 3), None);
+        assert!(g.open(GrantId(7), LinkId(1), &[], 3, "b").is_err());
+        assert_eq!(g.close(GrantId(7)), Some("a"));
+        assert_eq!(admit(&g, 1, 0, 7, 2), None);
+    }
+}

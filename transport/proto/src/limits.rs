@@ -1,0 +1,91 @@
+//! Every limit and every default, in one table.
+//!
+//! Limits are what a peer cannot exceed; exceeding one is a counted refusal. Defaults are what a
+//! configuration may change. Units stand last.
+
+/// Oldest protocol version this build speaks.
+pub const PROTOCOL_MIN: u16 = 1;
+/// Newest protocol version this build speaks.
+pub const PROTOCOL_MAX: u16 = 1;
+
+/// Largest control frame, header excluded.
+pub const FRAME_BYTES_MAX: usize = 4 << 20;
+/// Largest frame from somebody who has not been welcomed.
+pub const HELLO_FRAME_BYTES_MAX: usize = 16 << 10;
+/// Longest cluster, instance, model or engine name.
+pub const NAME_BYTES_MAX: usize = 63;
+/// Longest text or hint of a refusal.
+pub const REFUSAL_TEXT_BYTES_MAX: usize = 1024;
+/// Longest list of capabilities, engines or addresses in one message.
+pub const LIST_MAX: usize = 64;
+/// Longest address or URL.
+pub const ADDRESS_BYTES_MAX: usize = 256;
+/// Longest connection blob of an engine.
+pub const BLOB_BYTES_MAX: usize = 4 << 10;
+/// Most blocks in one room.
+pub const BLOCKS_PER_ROOM_MAX: u32 = 1 << 19;
+/// Most layers in one model.
+pub const LAYERS_MAX: u32 = 1 << 10;
+/// Largest page.
+pub const PAGE_BYTES_MAX: u32 = 64 << 20;
+/// Most blocks in one pool.
+pub const POOL_BLOCKS_MAX: u32 = 1 << 30;
+/// Parts are numbered in 24 bits.
+pub const PARTS_PER_ROOM_MAX: u32 = 1 << 24;
+/// Most lanes of one link.
+pub const LANES_PER_LINK_MAX: u16 = 64;
+/// Most rooms that one worker holds at a time, waiting ones included.
+pub const ROOMS_MAX: usize = 8192;
+/// Most rooms for which one peer may make this side wait (offers nobody claimed yet).
+pub const ORPHANS_PER_LINK_MAX: usize = 1024;
+/// Most reservations and lent rooms that queue for lanes.
+pub const QUEUE_MAX: usize = 4096;
+/// How many ended rooms are remembered.
+pub const TOMBSTONES_MAX: usize = 16384;
+/// Most workers that one registry holds.
+pub const WORKERS_MAX: usize = 16384;
+/// Most idempotency keys that one decode worker remembers.
+pub const KEYS_MAX: usize = 16384;
+/// Most callers that may wait for one room's outcome.
+pub const WATCHERS_PER_ROOM_MAX: usize = 16;
+
+/// Control heartbeat.
+pub const HEARTBEAT_MS: u64 = 500;
+/// Heartbeats that may be missed before a peer counts as lost.
+pub const HEARTBEAT_MISSES: u32 = 2;
+/// How long a probe of a suspected peer may take.
+pub const PROBE_MS: u64 = 50;
+/// A worker's lease at the service; renewed at a third of it.
+pub const WORKER_LEASE_MS: u64 = 5_000;
+/// A grant's lease; renewed by progress.
+pub const GRANT_LEASE_MS: u64 = 30_000;
+/// A room's deadline.
+pub const ROOM_DEADLINE_MS: u64 = 60_000;
+/// How long a charged reservation waits for its decode leg.
+pub const UNCLAIMED_MS: u64 = 5_000;
+/// How long a quiesce may take before the receiver revokes.
+pub const QUIESCE_MS: u64 = 50;
+/// How long a fence may take before its blocks are quarantined.
+pub const FENCE_MS: u64 = 5_000;
+/// First wait before a control message is repeated; doubles up to [`RESEND_MAX_MS`].
+pub const RESEND_MS: u64 = 200;
+/// Longest wait between two repeats.
+pub const RESEND_MAX_MS: u64 = 2_000;
+/// How long a peer's hello may take.
+pub const HANDSHAKE_MS: u64 = 5_000;
+/// First wait before a part is tried again; doubles up to [`RETRY_MAX_MS`], with jitter.
+pub const RETRY_MS: u64 = 10;
+/// Longest wait between two tries of a part.
+pub const RETRY_MAX_MS: u64 = 1_000;
+/// Tries of one part before the room fails.
+pub const PART_TRIES_MAX: u32 = 16;
+/// Allowance for two clocks that run at different speeds, in thousandths.
+pub const DRIFT_PER_MILLE: u64 = 10;
+/// Lanes of a link's pool (connections or queue pairs) per rail.
+pub const LANES_PER_LINK: u16 = 4;
+/// Lanes that a room borrows.
+pub const LANES_PER_ROOM: u16 = 1;
+/// Parts in flight on one lane.
+pub const PARTS_IN_FLIGHT_PER_LANE: u32 = 8;
+/// Aim for the size of a part.
+pub const PART_BYTES: u64 = 1 << 20;

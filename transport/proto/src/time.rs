@@ -1,0 +1,43 @@
+//! The clock of the machines: nanoseconds of CLOCK_BOOTTIME, read by whoever drives them.
+//!
+//! Only differences mean anything, and none crosses the wire: durations travel, times do not.
+
+use std::ops::Add;
+use std::time::Duration;
+
+/// A moment on this host's own clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Time(pub u64);
+
+impl Time {
+    /// Milliseconds since `earlier`; 0 if that is later.
+    pub const fn ms_since(self, earlier: Time) -> u64 {
+        self.0.saturating_sub(earlier.0) / 1_000_000
+    }
+    /// This moment and so many milliseconds.
+    #[must_use]
+    pub const fn plus_ms(self, ms: u64) -> Time {
+        Time(self.0.saturating_add(ms.saturating_mul(1_000_000)))
+    }
+    /// How long until `later`; zero if that has passed.
+    pub const fn until(self, later: Time) -> Duration {
+        Duration::from_nanos(later.0.saturating_sub(self.0))
+    }
+}
+
+impl Add<Duration> for Time {
+    type Output = Time;
+    fn add(self, d: Duration) -> Time {
+        Time(self.0.saturating_add(d.as_nanos().min(u128::from(u64::MAX)) as u64))
+    }
+}
+
+/// A lease as its holder counts it: from when it sent its request, less drift.
+pub const fn holder_ms(lease_ms: u64) -> u64 {
+    lease_ms - lease_ms * crate::limits::DRIFT_PER_MILLE / 1000
+}
+
+/// A lease as its grantor counts it: from when it sent the grant, plus drift.
+pub const fn grantor_ms(lease_ms: u64) -> u64 {
+    lease_ms.saturating_add(lease_ms * crate::limits::DRIFT_PER_MILLE / 1000)
+}

@@ -1,0 +1,248 @@
+//! Engines: the data planes that move pages.
+//!
+//! An engine is polled, not awaited, on a thread of its own ([`driver`]). It owns connections (or
+//! queue pairs), open grants and everything that could still write; it decides nothing. One small
+//! trait serves all three data paths: a receiver that copies (`tcp`), a one-sided writer (`verbs`,
+//! `gpunetio`), a puller (`shm`, `cuda`).
+//!
+//! In: [`Command`]s from the worker's actor. Out: [`EngineEvent`]s. Invariants: no byte lands
+//! outside an open grant; a [`FenceProof`] exists only once nothing can land under its grant any
+//! more; a [`Quiesced`] only once nothing that this side posted can land and the source may change.
+
+pub mod driver;
+pub mod fence;
+pub mod tcp;
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use kvlane_proto::msg::peer::Serve;
+use kvlane_proto::{
+    DataPath, Error, GrantId, LaneId, LinkId, PartId, PartPages, Plan, PoolMap, Refusal, Result,
+    Time, WorkerKey,
+};
+
+pub use fence::{FenceHow, FenceProof, Quiesced};
+
+/// What an engine is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caps {
+    /// `tcp`, `shm`, …
+    pub name: &'static str,
+    /// Who moves the bytes.
+    pub path: DataPath,
+    /// A test device: its figures mean nothing.
+    pub emulated: bool,
+}
+
+/// A grant as the receiver's engine needs it.
+#[derive(Clone, Debug)]
+pub struct OpenGrant {
+    /// The link that may fill it.
+    pub link: LinkId,
+    /// Its number.
+    pub grant: GrantId,
+    /// The lanes lent to it.
+    pub lanes: Vec<LaneId>,
+    /// Where each part goes.
+    pub plan: Arc<Plan>,
+}
+
+/// One part to send.
+#[derive(Clone, Debug)]
+pub struct Post {
+    /// The link.
+    pub link: LinkId,
+    /// The grant it is sent under.
+    pub grant: GrantId,
+    /// The part.
+    pub part: PartId,
+    /// The lane to use.
+    pub lane: LaneId,
+    /// The sender's pages.
+    pub pages: PartPages,
+}
+
+/// Parts to read from the sender.
+#[derive(Clone, Debug)]
+pub struct Pull {
+    /// The link.
+    pub link: LinkId,
+    /// The sender's permission.
+    pub serve: Arc<Serve>,
+    /// The parts to read now.
+    pub parts: Vec<PartId>,
+}
+
+/// What an engine is told.
+#[derive(Debug)]
+pub enum Command {
+    /// Makes ready for a peer and answers [`EngineEvent::Local`] with what the peer's engine needs.
+    /// The receiver listens, the sender dials; `receiver` says which this side is.
+    Listen {
+        /// The link.
+        link: LinkId,
+        /// Who will connect.
+        peer: WorkerKey,
+        /// How many lanes.
+        lanes: u16,
+        /// This side receives pages.
+        receiver: bool,
+    },
+    /// Second step: what the peer's engine answered. Lanes come up as [`EngineEvent::LaneUp`].
+    Connect {
+        /// The link.
+        link: LinkId,
+        /// The peer's blob.
+        remote: Vec<u8>,
+        /// The peer's pages, on pull engines.
+        map: Option<PoolMap>,
+    },
+    /// The link is over: lanes close, imports are given up, posts end, grants stay closed to it.
+    Close {
+        /// The link.
+        link: LinkId,
+    },
+    /// Receiver: pages may land under this grant from here on.
+    Open(OpenGrant),
+    /// Receiver, pull engines.
+    Pull(Pull),
+    /// Receiver: make sure that nothing lands any more; [`EngineEvent::Fenced`] is the proof. A
+    /// grant that was never opened is fenced at once.
+    Fence {
+        /// The grant.
+        grant: GrantId,
+        /// How.
+        how: FenceHow,
+    },
+    /// Sender: one part.
+    Post(Post),
+    /// Sender: stop a grant; [`EngineEvent::Quiesced`] when nothing posted can land any more.
+    Quiesce {
+        /// The link.
+        link: LinkId,
+        /// The grant.
+        grant: GrantId,
+    },
+}
+
+/// What an engine says.
+#[derive(Debug)]
+pub enum EngineEvent {
+    /// Answer to [`Command::Listen`].
+    Local {
+        /// The link.
+        link: LinkId,
+        /// For the peer's [`Command::Connect`], or why there is none.
+        blob: Result<Vec<u8>>,
+    },
+    /// A lane carries pages.
+    LaneUp {
+        /// The link.
+        link: LinkId,
+        /// The lane.
+        lane: LaneId,
+    },
+    /// A lane does not any more; its posts are in doubt. The sender's side dials again with
+    /// back-off as long as the link lives.
+    LaneDown {
+        /// The link.
+        link: LinkId,
+        /// The lane.
+        lane: LaneId,
+        /// Why.
+        why: Refusal,
+    },
+    /// Receiver: every byte of a part is in place.
+    Arrived {
+        /// The grant.
+        grant: GrantId,
+        /// The part.
+        part: PartId,
+        /// The lane that brought it.
+        lane: LaneId,
+    },
+    /// Receiver: the sender changed pages under a copy.
+    PullStale {
+        /// The grant.
+        grant: GrantId,
+        /// Number of the serve.
+        serve: u32,
+    },
+    /// Receiver: nothing can land under the grant any more, and what landed is visible.
+    Fenced(FenceProof),
+    /// Receiver: the fence cannot complete.
+    FenceFailed {
+        /// The grant.
+        grant: GrantId,
+        /// Why.
+        why: Refusal,
+    },
+    /// Receiver: a frame was refused and read to scrap.
+    Scrapped {
+        /// The link.
+        link: LinkId,
+        /// Bytes thrown away.
+        bytes: u64,
+        /// Why.
+        why: Refusal,
+    },
+    /// Sender: the receiver has the part.
+    Acked {
+        /// The grant.
+        grant: GrantId,
+        /// The part.
+        part: PartId,
+        /// The lane.
+        lane: LaneId,
+    },
+    /// Sender: the receiver refused the part, or it was corrupt.
+    Nacked {
+        /// The grant.
+        grant: GrantId,
+        /// The part.
+        part: PartId,
+        /// The lane.
+        lane: LaneId,
+        /// Why.
+        why: Refusal,
+    },
+    /// Sender: nothing that was posted for the grant can land, and its source may change.
+    Quiesced(Quiesced),
+    /// Something that concerns no room: logged and counted.
+    Trouble(Error),
+}
+
+/// A data plane.
+pub trait Engine: Send {
+    /// What it is.
+    fn caps(&self) -> Caps;
+    /// Makes memory known. Nothing outside registered memory is ever read or written.
+    ///
+    /// # Errors
+    /// Naming the range and device; a refused registration changes nothing.
+    fn register(&mut self, region: &Arc<crate::memory::Region>) -> Result<()>;
+    /// Forgets memory.
+    ///
+    /// # Errors
+    /// [`kvlane_proto::ErrorKind::Busy`] while a grant or post uses it.
+    fn unregister(&mut self, region: &Arc<crate::memory::Region>) -> Result<()>;
+    /// Takes one command. What goes wrong comes back as an event of the link or grant.
+    fn command(&mut self, now: Time, command: Command);
+    /// Makes progress without blocking and appends what happened; says whether there was any.
+    fn poll(&mut self, now: Time, events: &mut Vec<EngineEvent>) -> bool;
+    /// What to park on until there may be something to do: descriptors with the wanted direction,
+    /// and the latest time to be called again.
+    fn park(&mut self, interests: &mut Vec<Interest>) -> Option<Time>;
+}
+
+/// A descriptor to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Interest {
+    /// The descriptor.
+    pub fd: RawFd,
+    /// Wake when readable.
+    pub read: bool,
+    /// Wake when writable.
+    pub write: bool,
+}

@@ -1,0 +1,12 @@
+//! Control plane, memory and engines of kvlane.
+//!
+//! [`wire`] turns messages into bounded frames; [`quic`] carries them between identities;
+//! [`memory`] knows what may be read and written; [`engine`] moves the pages; [`sys`] is the only
+//! place with `unsafe`.
+
+pub mod clock;
+pub mod engine;
+pub mod memory;
+pub mod quic;
+pub mod sys;
+pub mod wire;
