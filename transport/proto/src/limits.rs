@@ -77,6 +77,8 @@ pub const HANDSHAKE_MS: u64 = 5_000;
 pub const RETRY_MS: u64 = 10;
 /// Longest wait between two tries of a part.
 pub const RETRY_MAX_MS: u64 = 1_000;
+/// A lane with parts in flight on which nothing moves for so long is given up.
+pub const PART_TIMEOUT_MS: u64 = 5_000;
 /// Tries of one part before the room fails.
 pub const PART_TRIES_MAX: u32 = 16;
 /// Allowance for two clocks that run at different speeds, in thousandths.
