@@ -341,7 +341,6 @@ struct Held {
     tainted: bool,
     serve: Option<(Serve, Backoff)>,
     serves: u32,
-    served: HashSet<PartId>,
 }
 
 #[derive(Debug)]
@@ -888,7 +887,6 @@ impl<Q> Prefill<Q> {
                 tainted: false,
                 serve: None,
                 serves: 0,
-                served: HashSet::new(),
                 offer: Arc::new(offer),
             });
         }
@@ -1046,7 +1044,6 @@ impl<Q> Prefill<Q> {
         let mut parts: Vec<(u32, u32)> = Vec::new();
         let (mut start, mut end) = (u32::MAX, 0);
         for n in numbers {
-            h.served.insert(PartId(n));
             if let Ok(rect) = h.grid.rect(PartId(n)) {
                 (start, end) = (start.min(rect.blocks.start), end.max(rect.blocks.end));
             }
