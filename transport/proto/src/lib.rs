@@ -20,9 +20,9 @@ pub mod time;
 
 pub use blocks::{BlockList, Run};
 pub use error::{Blame, Error, ErrorKind, Refusal, Result, Retry};
+pub use grants::FenceHow;
 pub use ids::{
-    GrantId, IdempotencyKey, Identity, Incarnation, LaneId, LinkId, PartId, Role, RoomId,
-    WorkerKey,
+    GrantId, IdempotencyKey, Identity, Incarnation, LaneId, LinkId, PartId, Role, RoomId, WorkerKey,
 };
 pub use layout::{Device, Layout, PoolMap};
 pub use msg::peer::{DataPath, Outcome};
