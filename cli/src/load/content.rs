@@ -285,7 +285,7 @@ impl<'a> Rows<'a> {
     }
     fn mismatch(&self, row: usize, at: usize, found: u8, guess: Option<String>) -> Box<Mismatch> {
         let place = self.place(row);
-        let expected = self.start(row).skip(at / 8).next().unwrap_or(0).to_le_bytes()[at % 8];
+        let expected = self.start(row).nth(at / 8).unwrap_or(0).to_le_bytes()[at % 8];
         Box::new(Mismatch {
             layer: place.layer,
             slab: place.slab,
