@@ -113,7 +113,8 @@ impl Contents {
     }
 
     /// Fills one page: `out` is [`Layout::page_bytes`] long and starts with token `first_token` of
-    /// the prompt. `layer` counts on this rank, `slab` is 0 (K or latent) or 1 (V). Rows behind the
+    /// the prompt. The layout is one that [`Layout::check`] accepts. `layer` counts on this rank, `slab`
+    /// is 0 (K or latent) or 1 (V). Rows behind the
     /// first `tokens_valid` tokens get [`PADDING`].
     pub(crate) fn page(
         &self,
@@ -127,7 +128,7 @@ impl Contents {
         let rows = Rows::new(self, layout, layer, slab, first_token);
         for (row, out) in out.chunks_mut(rows.bytes).enumerate() {
             if rows.token_in_page(row) < tokens_valid {
-                fill_row(rows.start(row), out);
+                fill_row(rows.words(row), out);
             } else {
                 out.fill(PADDING);
             }
@@ -158,7 +159,7 @@ impl Contents {
             if rows.token_in_page(row) >= tokens_valid {
                 continue;
             }
-            if let Some(at) = first_difference(rows.start(row), found) {
+            if let Some(at) = first_difference(rows.words(row), found) {
                 let guess = self.guess(&rows, row, found, at);
                 return Err(rows.mismatch(row, at, found[at], guess));
             }
@@ -173,7 +174,7 @@ impl Contents {
     /// What a row that differs from byte `at` on seems to be.
     fn guess(&self, rows: &Rows<'_>, row: usize, found: &[u8], at: usize) -> Option<String> {
         let mut right = vec![0; found.len()];
-        fill_row(rows.start(row), &mut right);
+        fill_row(rows.words(row), &mut right);
         let bits: u32 = found.iter().zip(&right).map(|(a, b)| (a ^ b).count_ones()).sum();
         if bits == 1 {
             return Some("one flipped bit".into());
@@ -280,12 +281,12 @@ impl<'a> Rows<'a> {
             token: self.first_token.wrapping_add(self.token_in_page(row)),
         }
     }
-    fn start(&self, row: usize) -> Sequence {
-        Sequence::new(self.key, self.place(row).pack())
+    fn words(&self, row: usize) -> Words {
+        Words::new(self.key, self.place(row).pack())
     }
     fn mismatch(&self, row: usize, at: usize, found: u8, guess: Option<String>) -> Box<Mismatch> {
         let place = self.place(row);
-        let expected = self.start(row).nth(at / 8).unwrap_or(0).to_le_bytes()[at % 8];
+        let expected = self.words(row).get(at / 8)[at % 8];
         Box::new(Mismatch {
             layer: place.layer,
             slab: place.slab,
@@ -299,54 +300,48 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// The words of a row; endless.
+/// The words of a row, of any length.
 #[derive(Clone, Copy)]
-struct Sequence {
-    at: u64,
+struct Words {
+    first: u64,
     step: u64,
 }
 
-impl Sequence {
+impl Words {
     const fn new(key: u64, packed: u64) -> Self {
-        Self { at: key.wrapping_add(packed), step: GOLDEN.wrapping_add(packed * 2) }
+        Self { first: key.wrapping_add(packed), step: GOLDEN.wrapping_add(packed * 2) }
     }
-}
-
-impl Iterator for Sequence {
-    type Item = u64;
     #[inline]
-    fn next(&mut self) -> Option<u64> {
-        let word = mix(self.at);
-        self.at = self.at.wrapping_add(self.step);
-        Some(word)
+    const fn get(self, i: usize) -> [u8; 8] {
+        mix(self.first.wrapping_add(self.step.wrapping_mul(i as u64))).to_le_bytes()
     }
 }
 
-fn fill_row(words: Sequence, out: &mut [u8]) {
+fn fill_row(words: Words, out: &mut [u8]) {
     let (whole, tail) = out.as_chunks_mut::<8>();
-    let mut words = words;
-    for (out, word) in whole.iter_mut().zip(&mut words) {
-        *out = word.to_le_bytes();
+    let last = words.get(whole.len());
+    // A running sum: twice as fast as `get` for each word.
+    let mut at = words.first;
+    for out in whole {
+        *out = mix(at).to_le_bytes();
+        at = at.wrapping_add(words.step);
     }
-    if let Some(word) = words.next() {
-        tail.copy_from_slice(&word.to_le_bytes()[..tail.len()]);
-    }
+    tail.copy_from_slice(&last[..tail.len()]);
 }
 
 /// The first byte of `found` that is not the row's.
-fn first_difference(words: Sequence, found: &[u8]) -> Option<usize> {
+fn first_difference(words: Words, found: &[u8]) -> Option<usize> {
     let (whole, tail) = found.as_chunks::<8>();
-    let mut expected = words;
     // One flag for the row keeps the loop free of branches; which byte is only asked when it is set.
-    let mut differs = 0;
-    for (found, word) in whole.iter().zip(&mut expected) {
-        differs |= u64::from_le_bytes(*found) ^ word;
+    let (mut at, mut differs) = (words.first, 0);
+    for found in whole {
+        differs |= u64::from_le_bytes(*found) ^ mix(at);
+        at = at.wrapping_add(words.step);
     }
-    let word = expected.next()?.to_le_bytes();
-    if differs == 0 && tail == &word[..tail.len()] {
+    if differs == 0 && tail == &mix(at).to_le_bytes()[..tail.len()] {
         return None;
     }
-    words.flat_map(u64::to_le_bytes).zip(found).position(|(expected, found)| expected != *found)
+    found.iter().enumerate().position(|(at, &byte)| byte != words.get(at / 8)[at % 8])
 }
 
 /// Key and place of the row that words `i` and `i + 1` come from, if they come from a row.
@@ -512,6 +507,16 @@ mod tests {
             (e.token, e.head, e.looks_like.unwrap().as_str()),
             (47, 1, "zeros: never written")
         );
+    }
+
+    #[test]
+    fn garbage_is_found_and_not_named() {
+        let l = layout();
+        let c = Contents::new(&l, 7);
+        let mut p = vec![0; l.page_bytes() as usize];
+        fill_row(Words { first: 1, step: 2 }, &mut p);
+        let e = check(&c, &l, &p).unwrap_err();
+        assert_eq!((e.offset, e.looks_like), (0, None));
     }
 
     #[test]
