@@ -33,6 +33,9 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 /// Most hash ids, and most sessions, that a reader remembers. The oldest go first.
 const REMEMBERED_MAX: usize = 1 << 20;
 
+/// Longest name of a session.
+const SESSION_BYTES_MAX: usize = 256;
+
 /// One request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
@@ -219,8 +222,11 @@ impl<R: BufRead> Trace<R> {
 
         let session = match one_of(&row, &["session_id"])? {
             (_, None) => String::new(),
-            (_, Some(Value::String(name))) => name.clone(),
-            (field, Some(other)) => return Err(bad(field, &other.to_string(), "a string")),
+            (_, Some(Value::String(name))) if name.len() <= SESSION_BYTES_MAX => name.clone(),
+            (field, Some(other)) => {
+                let expected = format!("a string of at most {SESSION_BYTES_MAX} bytes");
+                return Err(bad(field, &other.to_string(), &expected));
+            }
         };
         // Milliseconds; fractions are allowed.
         let time_ns = |names: &[&'static str]| match one_of(&row, names)? {
@@ -654,6 +660,10 @@ mod tests {
             assert!(e.contains(what) && e.contains("line=3"), "{e}");
         }
         assert!(refused("a,b,c\n").contains("unknown trace format"));
+        let long = "s".repeat(SESSION_BYTES_MAX + 1);
+        let row = good.replace('}', &format!(", \"session_id\": \"{long}\"}}"));
+        let e = refused(&row);
+        assert!(e.contains("field=session_id") && e.len() < 400, "{e}");
     }
 
     #[test]
