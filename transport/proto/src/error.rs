@@ -132,7 +132,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// A new error; add context with [`Error::with`] and the fix with [`Error::hint`].
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), context: Vec::new(), hint: None, blame: None, source: None }
+        Self {
+            kind,
+            message: message.into(),
+            context: Vec::new(),
+            hint: None,
+            blame: None,
+            source: None,
+        }
     }
     /// Adds one fact: what was asked, found or expected.
     #[must_use]

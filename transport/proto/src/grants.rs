@@ -10,6 +10,15 @@ use std::collections::HashMap;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{GrantId, LaneId, LinkId, PartId};
 
+/// How a grant is fenced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FenceHow {
+    /// The sender has said that nothing can land, or the receiver's own code holds the pen.
+    Close,
+    /// Without the sender: whatever it takes so that nothing can land.
+    Revoke,
+}
+
 /// One open grant.
 #[derive(Debug)]
 struct Open<T> {
@@ -52,8 +61,9 @@ impl<T> Grants<T> {
         target: T,
     ) -> Result<()> {
         if self.open.contains_key(&grant) {
-            return Err(Error::new(ErrorKind::Internal, "grant number used twice")
-                .with("grant", grant));
+            return Err(
+                Error::new(ErrorKind::Internal, "grant number used twice").with("grant", grant)
+            );
         }
         self.open.insert(grant, Open { link, parts, lanes: lanes.to_vec(), target });
         Ok(())

@@ -229,6 +229,11 @@ impl fmt::Display for RoomId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GrantId(pub u64);
 
+impl GrantId {
+    /// Stands for "no grant" in messages about a room that never had one.
+    pub const NONE: GrantId = GrantId(0);
+}
+
 impl fmt::Display for GrantId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)

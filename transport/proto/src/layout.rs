@@ -387,7 +387,12 @@ mod tests {
             Layout { layers: 0, ..good.clone() },
             Layout { kv_heads: 3, ..good.clone() },
             Layout { head_dim: u32::MAX, ..good.clone() },
-            Layout { page_tokens: 1 << 16, kv_heads: 1 << 12, kv_heads_total: 1 << 12, ..good.clone() },
+            Layout {
+                page_tokens: 1 << 16,
+                kv_heads: 1 << 12,
+                kv_heads_total: 1 << 12,
+                ..good.clone()
+            },
             Layout { model: String::new(), ..good.clone() },
             Layout { at: Coordinates { tp: (1, 1), ..Coordinates::SINGLE }, ..good.clone() },
         ] {

@@ -13,16 +13,17 @@ pub mod error;
 pub mod grants;
 pub mod ids;
 pub mod layout;
+pub mod lease;
 pub mod limits;
 pub mod msg;
 pub mod plan;
+pub mod registry;
 pub mod time;
 
 pub use blocks::{BlockList, Run};
 pub use error::{Blame, Error, ErrorKind, Refusal, Result, Retry};
 pub use ids::{
-    GrantId, IdempotencyKey, Identity, Incarnation, LaneId, LinkId, PartId, Role, RoomId,
-    WorkerKey,
+    GrantId, IdempotencyKey, Identity, Incarnation, LaneId, LinkId, PartId, Role, RoomId, WorkerKey,
 };
 pub use layout::{Device, Layout, PoolMap};
 pub use msg::peer::{DataPath, Outcome};

@@ -128,8 +128,7 @@ impl Grid {
         let cut = |r: Range<u32>, per: u32| {
             if r.is_empty() { 0..0 } else { r.start / per..(r.end - 1) / per + 1 }
         };
-        let (rows, cols) =
-            (cut(layers, self.layers_per_part), cut(blocks, self.blocks_per_part));
+        let (rows, cols) = (cut(layers, self.layers_per_part), cut(blocks, self.blocks_per_part));
         rows.flat_map(move |g| cols.clone().map(move |c| PartId(g * columns + c)))
     }
     /// Proves that the parts tile the room: each (layer, block) lies in exactly one part.

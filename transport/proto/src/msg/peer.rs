@@ -67,48 +67,32 @@ pub enum PeerMsg {
         /// Number of the serve.
         serve: u32,
     },
-    /// Prefill → decode: writes on this lane are in doubt and will be sent again elsewhere, once
-    /// the decode has said that it knows.
-    Abandon {
-        /// The room.
-        room: RoomId,
-        /// Its grant.
-        grant: GrantId,
-        /// The lane in doubt.
-        lane: LaneId,
-    },
-    /// Decode → prefill: the lane is on the list of what is fenced before `filled`.
-    AbandonAck {
-        /// The room.
-        room: RoomId,
-        /// Its grant.
-        grant: GrantId,
-        /// The lane in doubt.
-        lane: LaneId,
-    },
     /// Either way: end this room. Decode decides what it ends as.
     Abort {
         /// The room.
         room: RoomId,
-        /// Its grant, where there is one.
-        grant: Option<GrantId>,
+        /// Its grant, or [`GrantId::NONE`].
+        grant: GrantId,
         /// Why.
         why: Refusal,
     },
-    /// Prefill → decode: nothing that this worker posted for the grant can land any more, and
-    /// nothing more will be posted. Also the answer to [`PeerMsg::Ended`].
+    /// Prefill → decode: nothing more will be posted for the grant. Also the answer to
+    /// [`PeerMsg::Ended`].
     Quiesced {
         /// The room.
         room: RoomId,
-        /// Its grant.
+        /// Its grant, or [`GrantId::NONE`].
         grant: GrantId,
+        /// Nothing posted can land any more. False if a lane was lost with writes in flight: only
+        /// the decode can make sure of those.
+        clean: bool,
     },
     /// Decode → prefill: how the room ended. Repeated until `Quiesced`.
     Ended {
         /// The room.
         room: RoomId,
-        /// Its grant, where there was one.
-        grant: Option<GrantId>,
+        /// Its grant, or [`GrantId::NONE`].
+        grant: GrantId,
         /// How.
         outcome: Outcome,
     },
