@@ -22,6 +22,7 @@ pub mod time;
 
 pub use blocks::{BlockList, Run};
 pub use error::{Blame, Error, ErrorKind, Refusal, Result, Retry};
+pub use grants::FenceHow;
 pub use ids::{
     GrantId, IdempotencyKey, Identity, Incarnation, LaneId, LinkId, PartId, Role, RoomId, WorkerKey,
 };

@@ -1,6 +1,6 @@
 //! The proofs without which a block is not given back. Only engines can make them.
 
-use kvlane_proto::GrantId;
+use kvlane_proto::{GrantId, LinkId};
 
 /// How a grant is fenced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,12 +48,17 @@ impl FenceProof {
 #[derive(Debug)]
 #[must_use = "source blocks stay pinned until their proof is used"]
 pub struct Quiesced {
+    link: LinkId,
     grant: GrantId,
 }
 
 impl Quiesced {
-    pub(super) fn new(grant: GrantId) -> Self {
-        Self { grant }
+    pub(super) fn new(link: LinkId, grant: GrantId) -> Self {
+        Self { link, grant }
+    }
+    /// The link of the grant.
+    pub fn link(&self) -> LinkId {
+        self.link
     }
     /// The grant that is quiet.
     pub fn grant(&self) -> GrantId {

@@ -117,6 +117,14 @@ pub enum Command {
     },
     /// Sender: one part.
     Post(Post),
+    /// Sender: give up a lane's connection, because nothing moves on it; [`EngineEvent::LaneDown`]
+    /// follows, and the usual re-dial.
+    ResetLane {
+        /// The link.
+        link: LinkId,
+        /// The lane.
+        lane: LaneId,
+    },
     /// Sender: stop a grant; [`EngineEvent::Quiesced`] when nothing posted can land any more.
     Quiesce {
         /// The link.
@@ -189,6 +197,8 @@ pub enum EngineEvent {
     },
     /// Sender: the receiver has the part.
     Acked {
+        /// The link (grant numbers are unique per decode worker only).
+        link: LinkId,
         /// The grant.
         grant: GrantId,
         /// The part.
@@ -198,6 +208,8 @@ pub enum EngineEvent {
     },
     /// Sender: the receiver refused the part, or it was corrupt.
     Nacked {
+        /// The link (grant numbers are unique per decode worker only).
+        link: LinkId,
         /// The grant.
         grant: GrantId,
         /// The part.
