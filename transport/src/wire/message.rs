@@ -139,11 +139,7 @@ impl Message for ServiceRequest {
     fn check(&self) -> Result<()> {
         match &self.ask {
             Ask::Register(registration) => registration.check(),
-            Ask::List { after: Some(identity), .. } => identity.check(),
-            Ask::List { after: None, .. }
-            | Ask::Renew(_)
-            | Ask::Deregister
-            | Ask::IssuerSlot { .. } => Ok(()),
+            Ask::List { .. } | Ask::Renew(_) | Ask::Deregister | Ask::IssuerSlot { .. } => Ok(()),
         }
     }
 }
@@ -152,7 +148,7 @@ impl Message for ServiceResponse {
     const FAMILY: u8 = 6;
     fn check(&self) -> Result<()> {
         match &self.answer {
-            Ok(Answer::Registered { lease_ms, fits, differs }) => {
+            Ok(Answer::Registered { lease_ms, fits, differs, .. }) => {
                 check_ms("lease_ms", *lease_ms)?;
                 for identity in fits.iter().chain(differs.iter().map(|(who, _)| who)) {
                     identity.check()?;
@@ -169,9 +165,13 @@ impl Message for ServiceResponse {
             Ok(Answer::Workers { workers, .. }) => {
                 workers.iter().try_for_each(|w| w.registration.check())
             }
-            Ok(Answer::Slot { slot, first_counter, lease_ms }) => {
+            Ok(Answer::Slot { slot, first_counter, counters, lease_ms }) => {
                 // Whoever uses the slot makes rooms of it: they must fit.
-                RoomId::issue(*slot, *first_counter, 0, 1)?;
+                if *counters == 0 {
+                    return Err(malformed("counters", counters));
+                }
+                let last = first_counter.saturating_add(counters - 1);
+                RoomId::issue(*slot, last, 0, 1)?;
                 check_ms("lease_ms", *lease_ms)
             }
             Err(why) => check_refusal(why),
