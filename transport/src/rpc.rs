@@ -202,9 +202,12 @@ impl Target {
         if peer.identity.role != self.role
             || self.expects.as_ref().is_some_and(|e| *e != peer.identity)
         {
-            return Err(wrong(ErrorKind::IdentityMismatch, "somebody else answers at this address")
-                .with("expected", self.name())
-                .hint("the address is stale or the configuration wrong"));
+            return Err(wrong(
+                ErrorKind::IdentityMismatch,
+                "somebody else answers at this address",
+            )
+            .with("expected", self.name())
+            .hint("the address is stale or the configuration wrong"));
         }
         if let Some(expected) = self.incarnation.filter(|i| *i != peer.incarnation) {
             return Err(wrong(ErrorKind::StaleIncarnation, "the worker has restarted")
