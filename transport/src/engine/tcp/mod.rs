@@ -33,7 +33,7 @@ pub use self::pen::RevokeHandle;
 use self::receiver::Inbound;
 use self::sender::{Outbound, Remote};
 use self::wire::{Blob, HELLO_BYTES, Hello, Token};
-use super::{Caps, Command, Engine, EngineEvent, Interest, Quiesced};
+use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
 use crate::sys::net;
 
@@ -236,13 +236,30 @@ impl TcpEngine {
         Ok(())
     }
 
+    fn post(&mut self, post: &Post) -> Result<()> {
+        let Some(Link { side: Side::Sender { lanes }, .. }) = self.links.get_mut(&post.link) else {
+            return Err(no_link(post.link));
+        };
+        if self.quiescing.iter().any(|q| q.link == post.link && q.grant == post.grant) {
+            return Err(Error::new(ErrorKind::RoomEnded, "the grant is being stopped")
+                .with("grant", post.grant));
+        }
+        let count = lanes.len();
+        let lane = lanes.get_mut(usize::from(post.lane.0)).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, "the link has no such lane")
+                .with("lane", post.lane.0)
+                .with("lanes", count)
+        })?;
+        lane.post(post)
+    }
+
     fn close(&mut self, id: LinkId) {
         if let Some(Link { side: Side::Receiver { token, .. }, .. }) = self.links.remove(&id) {
             self.tokens.remove(&token);
         }
         // Its connections are gone, so nothing that was posted is left.
         let over = |q: &Quiescing| q.link == id;
-        let events = self.quiescing.iter().filter(|q| over(q)).map(|q| quiesced(q));
+        let events = self.quiescing.iter().filter(|q| over(q)).map(quiesced);
         self.outbox.extend(events);
         self.quiescing.retain(|q| !over(q));
     }
@@ -474,32 +491,7 @@ impl Engine for TcpEngine {
                 self.outbox.push(EngineEvent::Fenced(self.pens.fence(grant, how)));
             }
             Command::Post(post) => {
-                let refused = match self.links.get_mut(&post.link).map(|l| &mut l.side) {
-                    Some(Side::Sender { lanes }) => match lanes.get_mut(usize::from(post.lane.0)) {
-                        Some(_)
-                            if self
-                                .quiescing
-                                .iter()
-                                .any(|q| q.link == post.link && q.grant == post.grant) =>
-                        {
-                            let e = Error::new(ErrorKind::RoomEnded, "the grant is being stopped")
-                                .with("grant", post.grant);
-                            Err((post, e))
-                        }
-                        Some(lane) => lane.post(post),
-                        None => {
-                            let e = Error::new(ErrorKind::NotFound, "the link has no such lane")
-                                .with("lane", post.lane.0)
-                                .with("lanes", lanes.len());
-                            Err((post, e))
-                        }
-                    },
-                    _ => {
-                        let e = no_link(post.link);
-                        Err((post, e))
-                    }
-                };
-                if let Err((post, e)) = refused {
+                if let Err(e) = self.post(&post) {
                     self.outbox.push(sender::nacked(&post, &e));
                 }
             }

@@ -108,20 +108,23 @@ impl Outbound {
     }
 
     /// Queues a part, or says why not.
-    pub(super) fn post(&mut self, post: Post) -> std::result::Result<(), (Post, Error)> {
+    pub(super) fn post(&mut self, post: &Post) -> Result<()> {
         if !matches!(self.phase, Phase::Up { .. }) {
-            let e = Error::new(ErrorKind::NoPath, "the lane is down").with("lane", self.lane.0);
-            return Err((post, e));
+            return Err(Error::new(ErrorKind::NoPath, "the lane is down")
+                .with("lane", self.lane.0)
+                .hint("post on another lane, or when this one is up again"));
         }
         let in_flight = self.queue.len() + usize::from(self.current.is_some()) + self.unacked.len();
         if in_flight >= limits::PARTS_IN_FLIGHT_PER_LANE as usize {
-            let e = Error::new(ErrorKind::Busy, "the lane has all the parts in flight it may have")
-                .with("lane", self.lane.0)
-                .with("limit", limits::PARTS_IN_FLIGHT_PER_LANE)
-                .hint("post when a part has been acknowledged");
-            return Err((post, e));
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "the lane has all the parts it may have in flight",
+            )
+            .with("lane", self.lane.0)
+            .with("limit", limits::PARTS_IN_FLIGHT_PER_LANE)
+            .hint("post when a part has been acknowledged"));
         }
-        self.queue.push_back(post);
+        self.queue.push_back(post.clone());
         Ok(())
     }
     /// Forgets parts of a grant that have not begun; says whether one is half written.
