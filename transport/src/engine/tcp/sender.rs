@@ -88,6 +88,8 @@ pub(super) struct Outbound {
     acks: [u8; ACK_BYTES * 16],
     /// Bytes of `acks` that have come.
     have: usize,
+    /// Turns since something moved or was posted.
+    pub(super) quiet: u32,
 }
 
 impl Outbound {
@@ -104,6 +106,7 @@ impl Outbound {
             unacked: VecDeque::new(),
             acks: [0; ACK_BYTES * 16],
             have: 0,
+            quiet: 0,
         }
     }
 
@@ -125,6 +128,7 @@ impl Outbound {
             .hint("post when a part has been acknowledged"));
         }
         self.queue.push_back(post.clone());
+        self.quiet = 0;
         Ok(())
     }
     /// Forgets parts of a grant that have not begun; says whether one is half written.
@@ -193,13 +197,12 @@ impl Outbound {
     }
     /// One turn; says whether anything moved.
     pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
-        match self.step(turn) {
-            Ok(moved) => moved,
-            Err(why) => {
-                self.down(turn, why);
-                true
-            }
-        }
+        let moved = self.step(turn).unwrap_or_else(|why| {
+            self.down(turn, why);
+            true
+        });
+        self.quiet = if moved { 0 } else { self.quiet.saturating_add(1) };
+        moved
     }
 
     fn step(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
