@@ -58,6 +58,17 @@ pub struct EngineHandle {
     orders: SyncSender<Order>,
     shared: Arc<Shared>,
     thread: Arc<Mutex<Option<JoinHandle<()>>>>,
+    _last: Arc<LastOne>,
+}
+
+/// Wakes the thread when the last handle has gone, so that it notices.
+struct LastOne(Arc<Shared>);
+
+impl Drop for LastOne {
+    fn drop(&mut self) {
+        self.0.stop.store(true, Ordering::Release);
+        self.0.wake.signal();
+    }
 }
 
 impl EngineHandle {
@@ -171,7 +182,8 @@ pub fn spawn(engine: Box<dyn Engine>, on_events: OnEvents) -> Result<EngineHandl
     let driver = Driver { engine, queue, on_events, shared: shared.clone() };
     let thread =
         std::thread::Builder::new().name(name).spawn(move || driver.run()).map_err(failed)?;
-    Ok(EngineHandle { orders, shared, thread: Arc::new(Mutex::new(Some(thread))) })
+    let last = Arc::new(LastOne(shared.clone()));
+    Ok(EngineHandle { orders, shared, thread: Arc::new(Mutex::new(Some(thread))), _last: last })
 }
 
 struct Driver {

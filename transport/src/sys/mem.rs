@@ -299,9 +299,9 @@ impl Pages {
     pub fn crc32c(&self, crc: u32, bytes: u64) -> u32 {
         self.window(bytes).fold(crc, |crc, piece| crc_of(crc, piece.address, piece.bytes))
     }
-    /// One non-blocking `readv` of at most `bytes` bytes straight into the pages and, when all of
+    /// One `readv` of at most `bytes` bytes straight into the pages and, when all of
     /// the rest fits, on into `then`. The cursor stays: see [`Pages::advance`]. Returns 0 at the
-    /// end of the stream.
+    /// end of the stream. Blocks if the descriptor does.
     ///
     /// # Errors
     /// What the kernel said.
@@ -317,7 +317,8 @@ impl Pages {
         let n = unsafe { libc::readv(fd.as_raw_fd(), iov.as_ptr(), iov.len()) };
         count(n)
     }
-    /// One non-blocking `writev` of `head` and at most `bytes` bytes of the pages. The cursor stays.
+    /// One `writev` of `head` and at most `bytes` bytes of the pages. The cursor stays. Blocks if the
+    /// descriptor does.
     ///
     /// # Errors
     /// What the kernel said.
@@ -331,7 +332,7 @@ impl Pages {
             let mut message: libc::msghdr = std::mem::zeroed();
             message.msg_iov = iov.as_ptr().cast_mut();
             message.msg_iovlen = iov.len() as usize;
-            libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
+            libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
         };
         count(n)
     }

@@ -33,7 +33,7 @@ pub use self::pen::RevokeHandle;
 use self::receiver::Inbound;
 use self::sender::{Outbound, Remote};
 use self::wire::{Blob, HELLO_BYTES, Hello, Token};
-use super::{Caps, Command, Engine, EngineEvent, Interest, Quiesced};
+use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
 use crate::sys::net;
 
@@ -45,6 +45,10 @@ const ACCEPTS_PER_TURN: usize = 64;
 const ACCEPT_PAUSE_MS: u64 = 100;
 /// Where refused bytes go, a piece at a time.
 const SCRAP_BYTES: usize = 64 << 10;
+
+/// Turns without progress after which a lane is looked at only every so many turns, or after a
+/// sleep: with many links, most lanes are idle and each look is a system call.
+const QUIET_TURNS: u32 = 32;
 
 /// Settings of the engine.
 #[derive(Clone, Debug)]
@@ -116,6 +120,9 @@ pub struct TcpEngine {
     quiescing: Vec<Quiescing>,
     jitter: Jitter,
     scrap: Vec<u8>,
+    turns: u32,
+    /// It slept, so anything may have become ready.
+    slept: bool,
     /// Events of commands, until the next poll.
     outbox: Vec<EngineEvent>,
 }
@@ -173,6 +180,8 @@ impl TcpEngine {
             quiescing: Vec::new(),
             jitter: Jitter::new(u64::from_le_bytes(random()?)),
             scrap: vec![0; SCRAP_BYTES],
+            turns: 0,
+            slept: true,
             outbox: Vec::new(),
         })
     }
@@ -236,13 +245,30 @@ impl TcpEngine {
         Ok(())
     }
 
+    fn post(&mut self, post: &Post) -> Result<()> {
+        let Some(Link { side: Side::Sender { lanes }, .. }) = self.links.get_mut(&post.link) else {
+            return Err(no_link(post.link));
+        };
+        if self.quiescing.iter().any(|q| q.link == post.link && q.grant == post.grant) {
+            return Err(Error::new(ErrorKind::RoomEnded, "the grant is being stopped")
+                .with("grant", post.grant));
+        }
+        let count = lanes.len();
+        let lane = lanes.get_mut(usize::from(post.lane.0)).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, "the link has no such lane")
+                .with("lane", post.lane.0)
+                .with("lanes", count)
+        })?;
+        lane.post(post)
+    }
+
     fn close(&mut self, id: LinkId) {
         if let Some(Link { side: Side::Receiver { token, .. }, .. }) = self.links.remove(&id) {
             self.tokens.remove(&token);
         }
         // Its connections are gone, so nothing that was posted is left.
         let over = |q: &Quiescing| q.link == id;
-        let events = self.quiescing.iter().filter(|q| over(q)).map(|q| quiesced(q));
+        let events = self.quiescing.iter().filter(|q| over(q)).map(quiesced);
         self.outbox.extend(events);
         self.quiescing.retain(|q| !over(q));
     }
@@ -336,14 +362,17 @@ impl TcpEngine {
         Ok(())
     }
 
-    fn lanes(&mut self, now: Time, events: &mut Vec<EngineEvent>) -> bool {
+    fn lanes(&mut self, now: Time, all: bool, events: &mut Vec<EngineEvent>) -> bool {
         let Self { config, registry, pens, links, jitter, scrap, .. } = self;
         let mut moved = false;
         for (&id, link) in links {
             match &mut link.side {
                 Side::Receiver { lanes, .. } => {
                     for slot in lanes {
-                        let Some(lane) = slot else { continue };
+                        let Some(lane) = slot.as_mut().filter(|l| all || l.quiet < QUIET_TURNS)
+                        else {
+                            continue;
+                        };
                         let mut turn = receiver::Turn {
                             pens,
                             registry,
@@ -474,32 +503,7 @@ impl Engine for TcpEngine {
                 self.outbox.push(EngineEvent::Fenced(self.pens.fence(grant, how)));
             }
             Command::Post(post) => {
-                let refused = match self.links.get_mut(&post.link).map(|l| &mut l.side) {
-                    Some(Side::Sender { lanes }) => match lanes.get_mut(usize::from(post.lane.0)) {
-                        Some(_)
-                            if self
-                                .quiescing
-                                .iter()
-                                .any(|q| q.link == post.link && q.grant == post.grant) =>
-                        {
-                            let e = Error::new(ErrorKind::RoomEnded, "the grant is being stopped")
-                                .with("grant", post.grant);
-                            Err((post, e))
-                        }
-                        Some(lane) => lane.post(post),
-                        None => {
-                            let e = Error::new(ErrorKind::NotFound, "the link has no such lane")
-                                .with("lane", post.lane.0)
-                                .with("lanes", lanes.len());
-                            Err((post, e))
-                        }
-                    },
-                    _ => {
-                        let e = no_link(post.link);
-                        Err((post, e))
-                    }
-                };
-                if let Err((post, e)) = refused {
+                if let Err(e) = self.post(&post) {
                     self.outbox.push(sender::nacked(&post, &e));
                 }
             }
@@ -525,14 +529,19 @@ impl Engine for TcpEngine {
     fn poll(&mut self, now: Time, events: &mut Vec<EngineEvent>) -> bool {
         let mut moved = !self.outbox.is_empty();
         events.append(&mut self.outbox);
-        moved |= self.accept(now, events);
-        moved |= self.greet(now, events);
-        moved |= self.lanes(now, events);
+        self.turns = self.turns.wrapping_add(1);
+        let all = std::mem::take(&mut self.slept) || self.turns.is_multiple_of(QUIET_TURNS);
+        if all {
+            moved |= self.accept(now, events);
+            moved |= self.greet(now, events);
+        }
+        moved |= self.lanes(now, all, events);
         moved |= self.quiesce(now, events);
         moved
     }
 
     fn park(&mut self, interests: &mut Vec<Interest>) -> Option<Time> {
+        self.slept = true;
         let mut until = None;
         let mut by = |t: Option<Time>| until = [until, t].into_iter().flatten().min();
         if !self.outbox.is_empty() {

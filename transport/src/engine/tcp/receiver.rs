@@ -56,6 +56,8 @@ pub(super) struct Inbound {
     pages: Pages,
     /// Acks that the socket has not taken yet.
     acks: Vec<u8>,
+    /// Turns since something moved.
+    pub(super) quiet: u32,
 }
 
 impl Inbound {
@@ -69,6 +71,7 @@ impl Inbound {
             frame: None,
             pages: Pages::default(),
             acks: Ack::WELCOME.encode().to_vec(),
+            quiet: 0,
         }
     }
     pub(super) fn id(&self) -> LaneId {
@@ -96,6 +99,7 @@ impl Inbound {
             self.acks.drain(..n);
             moved = true;
         }
+        self.quiet = if moved { 0 } else { self.quiet.saturating_add(1) };
         Ok(moved)
     }
 

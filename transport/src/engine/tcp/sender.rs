@@ -88,6 +88,8 @@ pub(super) struct Outbound {
     acks: [u8; ACK_BYTES * 16],
     /// Bytes of `acks` that have come.
     have: usize,
+    /// Turns since something moved or was posted.
+    pub(super) quiet: u32,
 }
 
 impl Outbound {
@@ -104,24 +106,29 @@ impl Outbound {
             unacked: VecDeque::new(),
             acks: [0; ACK_BYTES * 16],
             have: 0,
+            quiet: 0,
         }
     }
 
     /// Queues a part, or says why not.
-    pub(super) fn post(&mut self, post: Post) -> std::result::Result<(), (Post, Error)> {
+    pub(super) fn post(&mut self, post: &Post) -> Result<()> {
         if !matches!(self.phase, Phase::Up { .. }) {
-            let e = Error::new(ErrorKind::NoPath, "the lane is down").with("lane", self.lane.0);
-            return Err((post, e));
+            return Err(Error::new(ErrorKind::NoPath, "the lane is down")
+                .with("lane", self.lane.0)
+                .hint("post on another lane, or when this one is up again"));
         }
         let in_flight = self.queue.len() + usize::from(self.current.is_some()) + self.unacked.len();
         if in_flight >= limits::PARTS_IN_FLIGHT_PER_LANE as usize {
-            let e = Error::new(ErrorKind::Busy, "the lane has all the parts in flight it may have")
-                .with("lane", self.lane.0)
-                .with("limit", limits::PARTS_IN_FLIGHT_PER_LANE)
-                .hint("post when a part has been acknowledged");
-            return Err((post, e));
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "the lane has all the parts it may have in flight",
+            )
+            .with("lane", self.lane.0)
+            .with("limit", limits::PARTS_IN_FLIGHT_PER_LANE)
+            .hint("post when a part has been acknowledged"));
         }
-        self.queue.push_back(post);
+        self.queue.push_back(post.clone());
+        self.quiet = 0;
         Ok(())
     }
     /// Forgets parts of a grant that have not begun; says whether one is half written.
@@ -190,13 +197,12 @@ impl Outbound {
     }
     /// One turn; says whether anything moved.
     pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
-        match self.step(turn) {
-            Ok(moved) => moved,
-            Err(why) => {
-                self.down(turn, why);
-                true
-            }
-        }
+        let moved = self.step(turn).unwrap_or_else(|why| {
+            self.down(turn, why);
+            true
+        });
+        self.quiet = if moved { 0 } else { self.quiet.saturating_add(1) };
+        moved
     }
 
     fn step(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
