@@ -17,11 +17,7 @@ use tokio::sync::oneshot;
 #[rtype(result = "()")]
 pub(crate) enum Told {
     /// A question.
-    Ask {
-        from: WorkerKey,
-        ask: Ask,
-        reply: oneshot::Sender<Result<Answer, Refusal>>,
-    },
+    Ask { from: WorkerKey, ask: Ask, reply: oneshot::Sender<Result<Answer, Refusal>> },
     /// A worker's session ended without a word.
     Lost(WorkerKey),
 }

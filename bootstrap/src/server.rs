@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::mpsc as std_mpsc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use std::{cell::RefCell, cell::Cell};
+use std::{cell::Cell, cell::RefCell};
 
 use actix::{Actor, Addr};
 use kvlane_proto::msg::Purpose;
