@@ -93,10 +93,12 @@ impl HandoffOutcome {
 #[derive(Debug)]
 pub(crate) struct Room {
     pub(crate) id: RoomId,
+    pub(crate) tokens: u32,
     pub(crate) prefill: WorkerAddress,
     pub(crate) decode: WorkerAddress,
     /// It ended, was refused, or is being aborted: there is nothing left to abort.
     over: AtomicBool,
+    handed_out: AtomicBool,
     detached: AtomicBool,
     guards: AtomicUsize,
     aborts: mpsc::Sender<AbortOrder>,
@@ -113,15 +115,18 @@ pub(crate) struct AbortOrder {
 impl Room {
     pub(crate) fn new(
         id: RoomId,
+        tokens: u32,
         prefill: WorkerAddress,
         decode: WorkerAddress,
         aborts: mpsc::Sender<AbortOrder>,
     ) -> Arc<Self> {
         Arc::new(Self {
             id,
+            tokens,
             prefill,
             decode,
             over: AtomicBool::new(false),
+            handed_out: AtomicBool::new(false),
             detached: AtomicBool::new(false),
             guards: AtomicUsize::new(0),
             aborts,
@@ -134,6 +139,14 @@ impl Room {
     }
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
+    }
+
+    /// Somebody has a hand-off of it.
+    pub(crate) fn hand_out(&self) {
+        self.handed_out.store(true, Ordering::Release);
+    }
+    pub(crate) fn was_handed_out(&self) -> bool {
+        self.handed_out.load(Ordering::Acquire)
     }
 
     /// Tells both legs, once. Returns whether this call did.

@@ -53,6 +53,7 @@ use kvlane_transport::clock;
 use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
 use kvlane_transport::rpc::{CallExchange, Client, Failure, Target};
 use kvlane_transport::service_client::{ServiceClient, fill_random};
+use kvlane_transport::wire::message::DURATION_MS_MAX;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -114,8 +115,8 @@ impl CoordinatorConfig {
 pub struct PairRequest {
     /// Tokens of the prompt.
     pub tokens: u32,
-    /// Makes a repeated request the same request: it gets the same room while that may live. Two
-    /// hand-offs of one room abort it only when both are dropped.
+    /// Makes a repeated request the same request: it gets the same room while that may live, and
+    /// `room_ended` after. Two hand-offs of one room abort it only when both are dropped.
     pub key: Option<IdempotencyKey>,
     /// Only this prefill worker.
     pub prefill: Option<Identity>,
@@ -313,6 +314,14 @@ impl Coordinator {
         if request.tokens == 0 {
             return Err(Error::new(ErrorKind::Malformed, "a room needs at least one token"));
         }
+        for (what, asked) in [("wait", request.wait), ("deadline", request.deadline)] {
+            if ms(asked) > DURATION_MS_MAX {
+                return Err(Error::new(ErrorKind::LimitExceeded, format!("{what} is too long"))
+                    .with("asked_ms", ms(asked))
+                    .with("limit_ms", DURATION_MS_MAX));
+            }
+        }
+        let due = Instant::now() + request.deadline;
         let key = match request.key {
             Some(key) => key,
             None => {
@@ -321,9 +330,10 @@ impl Coordinator {
                 IdempotencyKey(key)
             }
         };
-        let result = match shared.pinned(&request, key) {
-            Some(room) => self.repeat(&request, key, room).await,
-            None => self.place(&request, key).await,
+        let result = match shared.pinned(&request) {
+            Ok(Some(room)) => self.repeat(&request, key, due, room).await,
+            Ok(None) => self.place(&request, key, due).await,
+            Err(e) => Err(e),
         };
         let label = result.as_ref().map_or_else(|e| e.kind().code(), |_| "reserved");
         metrics::counter!("kvlane_coordinator_reservations_total", "result" => label).increment(1);
@@ -335,6 +345,7 @@ impl Coordinator {
         &self,
         request: &PairRequest,
         key: IdempotencyKey,
+        due: Instant,
         room: Arc<Room>,
     ) -> Result<Handoff> {
         let guard = Guard::new(room);
@@ -345,11 +356,17 @@ impl Coordinator {
             Leg { worker: worker.clone(), serving }
         };
         let (prefill, decode) = (leg(&guard.room.prefill), leg(&guard.room.decode));
-        let unclaimed_ms = self.shared.ask_reserve(&guard.room, request, key, request.wait).await?;
+        let unclaimed_ms = self.shared.ask_reserve(&guard.room, key, due, request.wait).await?;
+        guard.room.hand_out();
         Ok(Handoff { room: guard.room.id, prefill, decode, unclaimed_ms, guard })
     }
 
-    async fn place(&self, request: &PairRequest, key: IdempotencyKey) -> Result<Handoff> {
+    async fn place(
+        &self,
+        request: &PairRequest,
+        key: IdempotencyKey,
+        due: Instant,
+    ) -> Result<Handoff> {
         let shared = &*self.shared;
         let turn = shared.turn.fetch_add(1, Ordering::Relaxed);
         let mut candidates = self.candidates(request, turn);
@@ -360,7 +377,8 @@ impl Coordinator {
             let mut busiest = None;
             let mut stale = false;
             for (prefill, decode) in &pairs {
-                match shared.try_pair(request, key, prefill, decode, Duration::ZERO).await {
+                match shared.try_pair(request, (key, due), (prefill, decode), Duration::ZERO).await
+                {
                     Ok(handoff) => return Ok(handoff),
                     Err(e) => {
                         stale |= matches!(
@@ -381,7 +399,7 @@ impl Coordinator {
             if let Some((prefill, decode)) = busiest
                 && !request.wait.is_zero()
             {
-                match shared.try_pair(request, key, prefill, decode, request.wait).await {
+                match shared.try_pair(request, (key, due), (prefill, decode), request.wait).await {
                     Ok(handoff) => return Ok(handoff),
                     Err(e) => candidates.refuse(e.kind(), format!("{}: {e}", decode.key())),
                 }
@@ -472,37 +490,54 @@ impl Coordinator {
 }
 
 impl Shared {
-    /// The room that a key has, if it may still live and is what is asked for.
-    fn pinned(&self, request: &PairRequest, key: IdempotencyKey) -> Option<Arc<Room>> {
-        request.key?;
-        let room = lock(&self.keys).map.get(&key).cloned()?;
-        let lives = !room.is_over() && self.view.borrow().is_alive(&room.decode.key);
-        let asked = |only: &Option<Identity>, is: &WorkerAddress| {
-            only.as_ref().is_none_or(|o| *o == is.key.identity)
+    /// The room that a key has; none if it never got one.
+    fn pinned(&self, request: &PairRequest) -> Result<Option<Arc<Room>>> {
+        let Some(key) = request.key else { return Ok(None) };
+        let Some(room) = lock(&self.keys).map.get(&key).cloned() else { return Ok(None) };
+        let is = |asked: &Option<Identity>, worker: &WorkerAddress| {
+            asked.as_ref().is_none_or(|a| *a == worker.key.identity)
         };
-        (lives && asked(&request.prefill, &room.prefill) && asked(&request.decode, &room.decode))
-            .then_some(room)
+        let over = room.is_over() || !self.view.borrow().is_alive(&room.decode.key);
+        if over && !room.was_handed_out() {
+            return Ok(None);
+        }
+        let refused = |kind, what: &str| {
+            Error::new(kind, what)
+                .with("room", room.id)
+                .with("decode", &room.decode.key)
+                .hint("use a key of its own for every new hand-off")
+        };
+        if over {
+            return Err(refused(ErrorKind::RoomEnded, "the room that this key got has ended"));
+        }
+        let same = room.tokens == request.tokens
+            && is(&request.prefill, &room.prefill)
+            && is(&request.decode, &room.decode);
+        if !same {
+            return Err(refused(ErrorKind::Malformed, "the key was used for another request"));
+        }
+        Ok(Some(room))
     }
 
     async fn try_pair(
         &self,
         request: &PairRequest,
-        key: IdempotencyKey,
-        prefill: &Member,
-        decode: &Member,
+        (key, due): (IdempotencyKey, Instant),
+        (prefill, decode): (&Member, &Member),
         wait: Duration,
     ) -> Result<Handoff> {
         let dp = request.dp.unwrap_or(prefill.view.registration.layout.at.dp);
         let id = self.issuer.issue(clock::now(), dp)?;
         let (p, d) = (prefill.address().clone(), decode.address().clone());
-        let room = Room::new(id, p, d, self.aborts.clone());
+        let room = Room::new(id, request.tokens, p, d, self.aborts.clone());
         lock(&self.rooms).insert(id, Arc::clone(&room));
         if request.key.is_some() {
             lock(&self.keys).insert(key, Arc::clone(&room));
         }
         // From here on the room may exist: if nobody takes it, it is aborted.
         let guard = Guard::new(room);
-        let unclaimed_ms = self.ask_reserve(&guard.room, request, key, wait).await?;
+        let unclaimed_ms = self.ask_reserve(&guard.room, key, due, wait).await?;
+        guard.room.hand_out();
         let mut recent = lock(&self.recent);
         for worker in [prefill, decode] {
             *recent.entry(worker.key().identity.clone()).or_default() += 1;
@@ -520,20 +555,26 @@ impl Shared {
     async fn ask_reserve(
         &self,
         room: &Room,
-        request: &PairRequest,
         key: IdempotencyKey,
+        due: Instant,
         wait: Duration,
     ) -> Result<u64> {
+        let left = due.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            room.end();
+            return Err(Error::new(ErrorKind::DeadlineExceeded, "no time is left for the room"));
+        }
+        let wait = wait.min(left);
         let reserve = Reserve {
-            key,
+            key: wire_key(key, room.id),
             room: room.id,
-            tokens: request.tokens,
+            tokens: room.tokens,
             prefill: room.prefill.clone(),
             wait_ms: ms(wait),
-            deadline_ms: ms(request.deadline),
+            deadline_ms: ms(left),
         };
         let client = self.workers.client(&room.decode);
-        let patience = wait.saturating_add(Duration::from_millis(self.cfg.call_ms));
+        let patience = left.min(wait + Duration::from_millis(self.cfg.call_ms));
         let mut lost = false;
         for tries in 1.. {
             let failure = match client.ask(Call::Reserve(reserve.clone()), patience).await {
@@ -545,7 +586,7 @@ impl Shared {
             };
             lost |= matches!(failure, Failure::Lost(_));
             let refused = matches!(failure, Failure::Refused(_));
-            if lost && !refused && tries < self.cfg.call_tries {
+            if lost && !refused && tries < self.cfg.call_tries && Instant::now() < due {
                 metrics::counter!("kvlane_coordinator_repeats_total").increment(1);
                 tracing::debug!(room = %room.id, error = %failure, "reply lost, asking again");
                 continue;
@@ -566,6 +607,15 @@ impl Shared {
         let wait = Duration::from_millis(self.cfg.call_ms);
         tokio::time::timeout(wait, views.changed()).await.is_ok_and(|r| r.is_ok())
     }
+}
+
+/// The key as a worker sees it. A worker that still remembers an earlier room of the caller's key
+/// (one that was given up) must not answer with that room.
+fn wire_key(IdempotencyKey(mut key): IdempotencyKey, room: RoomId) -> IdempotencyKey {
+    for (k, r) in key.iter_mut().zip(room.0.to_le_bytes()) {
+        *k ^= r;
+    }
+    IdempotencyKey(key)
 }
 
 fn odd_reply(worker: &WorkerAddress, asked: &'static str) -> Error {

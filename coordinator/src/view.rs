@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use kvlane_proto::layout::{Coordinates, Difference};
 use kvlane_proto::msg::service::{Cursor, Load, WorkerAddress, WorkerView};
-use kvlane_proto::{Error, ErrorKind, Identity, Layout, Role, Time, WorkerKey};
+use kvlane_proto::{Error, ErrorKind, Identity, Layout, Role, Time, WorkerKey, limits};
 use kvlane_transport::service_client::Page;
 
 /// Pairs that one request tries.
@@ -242,9 +242,9 @@ impl Candidates {
 #[derive(Debug, Default)]
 pub(crate) struct Follower {
     view: ClusterView,
-    /// Workers that the service knew before it forgot everything, and until when they have to
-    /// register again.
-    carried: HashMap<Identity, Time>,
+    /// Workers that go by then: dead ones, and those that the service knew before it forgot
+    /// everything unless they register again.
+    leaving: HashMap<Identity, Time>,
     classes: HashMap<Layout, u32>,
     changed: bool,
 }
@@ -259,7 +259,7 @@ impl Follower {
         if page.reset {
             self.classes.clear();
             let until = now.plus_ms(grace_ms);
-            self.carried =
+            self.leaving =
                 self.view.members.keys().map(|identity| (identity.clone(), until)).collect();
             // Classes were renumbered.
             for member in self.view.members.values_mut() {
@@ -271,27 +271,25 @@ impl Follower {
         for view in page.workers {
             let identity = view.registration.worker.key.identity.clone();
             let class = class_of(&mut self.classes, &view.registration.layout);
-            self.carried.remove(&identity);
-            // Dead ones are kept for their reason, until the registry's log starts over.
+            // Dead ones stay a while, so that a refusal can name them.
+            if view.alive {
+                self.leaving.remove(&identity);
+            } else {
+                self.leaving.insert(identity.clone(), now.plus_ms(limits::WORKER_KEEP_MS));
+            }
             self.view.members.insert(identity, Arc::new(Member { view, class }));
         }
         self.view.read = page.next;
     }
 
-    /// Ends the grace of those who did not register again.
+    /// Drops those whose time is over.
     pub(crate) fn expire(&mut self, now: Time) {
         let gone: Vec<Identity> =
-            self.carried.iter().filter(|c| *c.1 <= now).map(|c| c.0.clone()).collect();
+            self.leaving.iter().filter(|c| *c.1 <= now).map(|c| c.0.clone()).collect();
         for identity in gone {
-            self.carried.remove(&identity);
+            self.leaving.remove(&identity);
             self.view.members.remove(&identity);
             self.changed = true;
-        }
-        // Bounded like the registry itself: names that come and go do not add up.
-        while self.view.members.len() > kvlane_proto::limits::WORKERS_MAX {
-            let dead = self.view.members.iter().find(|m| !m.1.view.alive).map(|m| m.0.clone());
-            let Some(dead) = dead else { break };
-            self.view.members.remove(&dead);
         }
     }
 
@@ -306,4 +304,143 @@ fn class_of(classes: &mut HashMap<Layout, u32>, layout: &Layout) -> u32 {
     let at = Coordinates { dp: (0, 1), ..layout.at };
     let next = classes.len() as u32;
     *classes.entry(Layout { at, ..layout.clone() }).or_insert(next)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvlane_proto::Incarnation;
+    use kvlane_proto::layout::{Dtype, KvKind, Order};
+    use kvlane_proto::msg::service::Registration;
+
+    fn worker(role: Role, name: &str, change: impl FnOnce(&mut WorkerView)) -> WorkerView {
+        let identity = Identity::new("c", role, name, 0).unwrap();
+        let key = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
+        let mut view = WorkerView {
+            registration: Registration {
+                worker: WorkerAddress { key, address: "h:1".into() },
+                layout: Layout {
+                    model: "tiny".into(),
+                    layers: 4,
+                    first_layer: 0,
+                    kv_heads: 2,
+                    kv_heads_total: 2,
+                    head_dim: 8,
+                    dtype: Dtype::Bf16,
+                    page_tokens: 4,
+                    order: Order::Nhd,
+                    kind: KvKind::Split,
+                    at: Coordinates::SINGLE,
+                },
+                pool_blocks: 8,
+                engines: vec!["tcp".into()],
+                serving: String::new(),
+                build: String::new(),
+            },
+            load: Load::default(),
+            alive: true,
+            suspected: false,
+            epoch: 1,
+        };
+        change(&mut view);
+        view
+    }
+    fn page(log: u64, reset: bool, workers: Vec<WorkerView>) -> Page {
+        Page { next: Cursor { log, revision: 1, began: 1 }, reset, workers, more: false }
+    }
+    fn view(workers: Vec<WorkerView>) -> Arc<ClusterView> {
+        let mut f = Follower::default();
+        f.take(Time(0), page(1, true, workers), 0);
+        f.snapshot().unwrap()
+    }
+    fn names(c: &Candidates) -> Vec<(String, String)> {
+        let name = |m: &Member| m.key().identity.instance.clone();
+        c.pairs.iter().map(|(p, d)| (name(p), name(d))).collect()
+    }
+
+    #[test]
+    fn the_least_loaded_come_first_and_own_reservations_count_at_once() {
+        let v = view(vec![
+            worker(Role::Prefill, "p0", |w| w.load.rooms = 5),
+            worker(Role::Prefill, "p1", |w| w.load.rooms = 4),
+            worker(Role::Decode, "d0", |w| w.load.rooms = 2),
+            worker(Role::Decode, "d1", |w| w.load.rooms = 1),
+            worker(Role::Decode, "d2", |w| w.load.queued = 1),
+            worker(Role::Decode, "d3", |w| w.suspected = true),
+        ]);
+        let mut recent = HashMap::new();
+        let order = |c: Candidates| -> Vec<String> {
+            names(&c).into_iter().map(|(p, d)| format!("{p}{d}")).collect()
+        };
+        let c = v.candidates(None, None, &recent, 0);
+        assert_eq!(order(c), ["p1d1", "p1d0", "p1d2", "p1d3"]);
+        for (role, name) in [(Role::Decode, "d1"), (Role::Prefill, "p1")] {
+            recent.insert(Identity::new("c", role, name, 0).unwrap(), 2);
+        }
+        assert_eq!(order(v.candidates(None, None, &recent, 0))[0], "p0d0");
+    }
+
+    #[test]
+    fn ties_go_round_at_both_legs() {
+        let mut workers = Vec::new();
+        for i in 0..3 {
+            workers.push(worker(Role::Prefill, &format!("p{i}"), |_| {}));
+            workers.push(worker(Role::Decode, &format!("d{i}"), |_| {}));
+        }
+        let v = view(workers);
+        let first = |turn| names(&v.candidates(None, None, &HashMap::new(), turn))[0].clone();
+        let seen: std::collections::HashSet<_> = (0..3).map(first).collect();
+        assert_eq!(seen.len(), 3);
+    }
+
+    #[test]
+    fn every_worker_that_is_left_out_has_its_reason() {
+        let v = view(vec![
+            worker(Role::Prefill, "p", |_| {}),
+            worker(Role::Decode, "dead", |w| w.alive = false),
+            worker(Role::Decode, "drains", |w| w.load.draining = true),
+            worker(Role::Decode, "dtype", |w| w.registration.layout.dtype = Dtype::Fp16),
+            worker(Role::Decode, "engine", |w| w.registration.engines = vec!["shm".into()]),
+            worker(Role::Decode, "replica", |w| w.registration.layout.at.dp = (1, 2)),
+        ]);
+        let c = v.candidates(None, None, &HashMap::new(), 0);
+        assert_eq!(names(&c), [("p".to_string(), "replica".to_string())]);
+        let e = c.into_error("x");
+        let text = e.to_string();
+        for why in [
+            "dead/0@010101010101: its lease has ended",
+            "drains/0@010101010101: it drains",
+            "dtype: decode fp16 / prefill bf16",
+            "engines: decode shm / prefill tcp",
+        ] {
+            assert!(text.contains(why), "{text}");
+        }
+        assert_eq!(e.kind(), ErrorKind::Incompatible);
+        let empty = view(vec![]).candidates(None, None, &HashMap::new(), 0).into_error("x");
+        assert_eq!(empty.kind(), ErrorKind::NotFound);
+        assert!(empty.to_string().contains("no decode worker is registered"), "{empty}");
+    }
+
+    #[test]
+    fn a_service_that_forgot_everything_does_not_empty_the_view_at_once() {
+        let t = |ms| Time(0).plus_ms(ms);
+        let mut f = Follower::default();
+        let (a, b) = (worker(Role::Decode, "a", |_| {}), worker(Role::Decode, "b", |_| {}));
+        f.take(t(0), page(1, true, vec![a.clone(), b]), 5_000);
+        f.take(t(10), page(2, true, vec![]), 5_000);
+        f.expire(t(5_009));
+        assert_eq!(f.snapshot().unwrap().alive(Role::Decode).count(), 2);
+        f.take(t(5_009), page(2, false, vec![a]), 5_000);
+        f.expire(t(5_010));
+        let v = f.snapshot().unwrap();
+        let left: Vec<_> = v.workers().map(|m| m.key().identity.instance.as_str()).collect();
+        assert_eq!(left, ["a"]);
+        assert!(f.snapshot().is_none());
+        // A dead one stays for its reason, but not for ever.
+        f.take(t(6_000), page(2, false, vec![worker(Role::Decode, "a", |w| w.alive = false)]), 0);
+        f.expire(t(6_000 + limits::WORKER_KEEP_MS - 1));
+        assert_eq!(f.snapshot().unwrap().workers().count(), 1);
+        f.expire(t(6_000 + limits::WORKER_KEEP_MS));
+        assert_eq!(f.snapshot().unwrap().workers().count(), 0);
+    }
 }

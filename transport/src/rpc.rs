@@ -13,7 +13,7 @@ use kvlane_proto::msg::Purpose;
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame};
 use kvlane_proto::msg::service::{Answer, Ask, ServiceRequest, ServiceResponse};
 use kvlane_proto::{
-    Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey,
+    Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey, limits,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout_at};
@@ -21,8 +21,12 @@ use tokio::time::{Instant, timeout_at};
 use crate::quic::{Death, Endpoint, Session};
 use crate::wire::Message;
 
-/// Questions of one client that may wait for their answers.
-pub const IN_FLIGHT_MAX: usize = 256;
+/// Questions of one client that may wait for their answers: one for every room of a worker.
+pub const IN_FLIGHT_MAX: usize = limits::ROOMS_MAX;
+/// Questions of one client that may wait to be sent; more make their askers wait.
+pub const QUEUED_MAX: usize = 256;
+/// Longest wait for an answer.
+pub const WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// A family of questions and answers.
 pub trait Exchange: Send + 'static {
@@ -173,7 +177,7 @@ impl<E: Exchange> Client<E> {
     /// A client that dials on its first question. Must be called within a tokio runtime, on which
     /// its task runs until the last clone is dropped.
     pub fn new(endpoint: Endpoint, target: Target) -> Self {
-        let (questions, inbox) = mpsc::channel(IN_FLIGHT_MAX);
+        let (questions, inbox) = mpsc::channel(QUEUED_MAX);
         let (state, sessions) = watch::channel(Sessions::default());
         tokio::spawn(run::<E>(endpoint, target.clone(), inbox, state));
         Self { questions, sessions, target }
@@ -189,11 +193,12 @@ impl<E: Exchange> Client<E> {
         self.sessions.clone()
     }
 
-    /// Asks, and waits for the answer at most `wait`.
+    /// Asks, and waits for the answer at most `wait` ([`WAIT_MAX`]).
     ///
     /// # Errors
     /// [`Failure`]: the target's refusal, or why there is no answer and whether it was asked.
     pub async fn ask(&self, ask: E::Ask, wait: Duration) -> Result<E::Answer, Failure> {
+        let wait = wait.min(WAIT_MAX);
         let deadline = Instant::now() + wait;
         let (reply, answer) = oneshot::channel();
         let question = Question { ask, deadline, reply };
