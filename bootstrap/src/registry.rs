@@ -20,6 +20,9 @@ pub(crate) enum Told {
     Ask { from: WorkerKey, ask: Ask, reply: oneshot::Sender<Result<Answer, Refusal>> },
     /// A worker's session ended without a word.
     Lost(WorkerKey),
+    /// Panics, as a defect would.
+    #[cfg(test)]
+    Die,
 }
 
 /// The actor.
@@ -86,6 +89,8 @@ impl Handler<Told> for RegistryActor {
                 Event::Ask { token: self.next_token, from, ask }
             }
             Told::Lost(key) => Event::Lost(key),
+            #[cfg(test)]
+            Told::Die => panic!("told to"),
         };
         self.machine.handle_event(clock::now(), event);
         self.pump(ctx);

@@ -1,18 +1,19 @@
 //! Accepts sessions and runs one task for each.
 
+use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::mpsc as std_mpsc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use std::{cell::Cell, cell::RefCell};
 
 use actix::{Actor, Addr};
 use kvlane_proto::msg::Purpose;
-use kvlane_proto::msg::service::{ServiceRequest, ServiceResponse};
+use kvlane_proto::msg::service::{Answer, Ask, ServiceRequest, ServiceResponse};
 use kvlane_proto::{
     Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey,
 };
-use kvlane_transport::quic::{Death, Endpoint, EndpointConfig, FrameSender, Session};
+use kvlane_transport::quic::{Death, Endpoint, EndpointConfig, Session};
+use kvlane_transport::service_client::fill_random;
 use tokio::sync::oneshot;
 
 use crate::BootstrapConfig;
@@ -59,7 +60,7 @@ pub(crate) async fn run(
 fn open(cfg: BootstrapConfig) -> Result<(Endpoint, Rc<Shared>)> {
     let identity = Identity::new(&cfg.cluster, Role::Service, &cfg.instance, 0)?;
     let mut start = [0; 16];
-    getrandom(&mut start)?;
+    fill_random(&mut start)?;
     let me = WorkerKey { identity, incarnation: Incarnation(start) };
     let endpoint = Endpoint::bind(EndpointConfig::new(cfg.listen, cfg.security.clone(), me))?;
     let registry = RefCell::new(start_registry(&cfg)?);
@@ -68,16 +69,12 @@ fn open(cfg: BootstrapConfig) -> Result<(Endpoint, Rc<Shared>)> {
 
 fn start_registry(cfg: &BootstrapConfig) -> Result<Addr<RegistryActor>> {
     let mut random = [0; 8];
-    getrandom(&mut random)?;
+    fill_random(&mut random)?;
     // Epochs only have to grow over restarts of a service that has no memory. Microseconds leave
     // every start a million registrations a second before it meets the next one's.
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let first_epoch = since_1970.as_micros().min(u128::from(u64::MAX >> 1)) as u64;
     Ok(RegistryActor::new(cfg.registry(u64::from_le_bytes(random), first_epoch)).start())
-}
-
-fn getrandom(bytes: &mut [u8]) -> Result<()> {
-    kvlane_transport::service_client::fill_random(bytes)
 }
 
 /// Counts a session out when its task ends, however it ends.
@@ -137,14 +134,8 @@ async fn serve(shared: &Rc<Shared>, session: Session) -> Option<Error> {
                 return Some(e);
             }
         };
-        let (reply, answer) = oneshot::channel();
-        let addr = shared.registry.borrow().clone();
-        let told = addr.send(Told::Ask { from: peer.clone(), ask, reply }).await;
-        let answer = match (told, answer.await) {
-            (Ok(()), Ok(answer)) => answer,
-            _ => Err(revive(shared, &addr)),
-        };
-        if let Err(e) = respond(&tx, id, answer) {
+        let answer = ask_registry(shared, &peer, ask).await;
+        if let Err(e) = tx.try_send(&ServiceResponse { id, answer }) {
             metrics::counter!("kvlane_bootstrap_sessions_refused_total", "reason" => "stalled")
                 .increment(1);
             watch.close("answers are not read");
@@ -153,12 +144,14 @@ async fn serve(shared: &Rc<Shared>, session: Session) -> Option<Error> {
     }
 }
 
-fn respond(
-    tx: &FrameSender<ServiceResponse>,
-    id: u64,
-    answer: Result<kvlane_proto::msg::service::Answer, Refusal>,
-) -> Result<()> {
-    tx.try_send(&ServiceResponse { id, answer })
+async fn ask_registry(shared: &Shared, peer: &WorkerKey, ask: Ask) -> Result<Answer, Refusal> {
+    let (reply, answer) = oneshot::channel();
+    let addr = shared.registry.borrow().clone();
+    let told = addr.send(Told::Ask { from: peer.clone(), ask, reply }).await;
+    match (told, answer.await) {
+        (Ok(()), Ok(answer)) => answer,
+        _ => Err(revive(shared, &addr)),
+    }
 }
 
 fn suspect(shared: &Shared, peer: &WorkerKey) {
@@ -182,4 +175,36 @@ fn revive(shared: &Shared, dead: &Addr<RegistryActor>) -> Refusal {
         .blamed(Blame::Service)
         .hint("register again; nothing that the registry knew is left")
         .to_refusal()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvlane_proto::msg::service::Cursor;
+    use kvlane_transport::quic::Security;
+
+    #[test]
+    fn a_registry_that_died_is_replaced_under_another_log() {
+        actix::System::new().block_on(async {
+            let cfg = BootstrapConfig::new(([127, 0, 0, 1], 0).into(), Security::Insecure, "c");
+            let registry = RefCell::new(start_registry(&cfg).unwrap());
+            let shared = Shared { cfg, registry, sessions: Cell::new(0) };
+            let reader = WorkerKey {
+                identity: Identity::new("c", Role::Router, "r", 0).unwrap(),
+                incarnation: Incarnation([0; 16]),
+            };
+            let list = async || {
+                ask_registry(&shared, &reader, Ask::List { after: Cursor::default() }).await
+            };
+            let log = |answer| match answer {
+                Ok(Answer::Workers { next, .. }) => next.log,
+                other => panic!("{other:?}"),
+            };
+            let first = log(list().await);
+            assert_eq!(log(list().await), first);
+            shared.registry.borrow().do_send(Told::Die);
+            assert_eq!(list().await.unwrap_err().kind, ErrorKind::Internal);
+            assert_ne!(log(list().await), first);
+        });
+    }
 }

@@ -13,7 +13,7 @@ use kvlane_proto::msg::Purpose;
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame};
 use kvlane_proto::msg::service::{Answer, Ask, ServiceRequest, ServiceResponse};
 use kvlane_proto::{
-    Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey,
+    Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey, limits,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout_at};
@@ -21,8 +21,12 @@ use tokio::time::{Instant, timeout_at};
 use crate::quic::{Death, Endpoint, Session};
 use crate::wire::Message;
 
-/// Questions of one client that may wait for their answers.
-pub const IN_FLIGHT_MAX: usize = 256;
+/// Questions of one client that may wait for their answers: one for every room of a worker.
+pub const IN_FLIGHT_MAX: usize = limits::ROOMS_MAX;
+/// Questions of one client that may wait to be sent; more make their askers wait.
+pub const QUEUED_MAX: usize = 256;
+/// Longest wait for an answer.
+pub const WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// A family of questions and answers.
 pub trait Exchange: Send + 'static {
@@ -91,10 +95,50 @@ pub struct Target {
     pub role: Role,
 }
 
+/// Why a question has no answer.
+#[derive(Debug)]
+pub enum Failure {
+    /// The target answered, and refused.
+    Refused(Error),
+    /// It never left, so it changed nothing: nobody (or somebody else) is at the address, or too
+    /// many questions wait.
+    Unsent(Error),
+    /// It may or may not have arrived: there was no answer in time, or the session ended.
+    Lost(Error),
+}
+
+impl Failure {
+    /// The error, whichever it is.
+    pub fn error(&self) -> &Error {
+        match self {
+            Self::Refused(e) | Self::Unsent(e) | Self::Lost(e) => e,
+        }
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(f: Failure) -> Self {
+        match f {
+            Failure::Refused(e) | Failure::Unsent(e) | Failure::Lost(e) => e,
+        }
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.error().fmt(f)
+    }
+}
+
+/// How much longer than its deadline a question waits to hear whether it was sent.
+const GRACE: Duration = Duration::from_millis(20);
+
+type Asker<E> = oneshot::Sender<Result<<E as Exchange>::Answer, Failure>>;
+
 struct Question<E: Exchange> {
     ask: E::Ask,
     deadline: Instant,
-    reply: oneshot::Sender<Result<E::Answer>>,
+    reply: Asker<E>,
 }
 
 /// A client of one target. Cheap to clone; clones share the session.
@@ -133,7 +177,7 @@ impl<E: Exchange> Client<E> {
     /// A client that dials on its first question. Must be called within a tokio runtime, on which
     /// its task runs until the last clone is dropped.
     pub fn new(endpoint: Endpoint, target: Target) -> Self {
-        let (questions, inbox) = mpsc::channel(IN_FLIGHT_MAX);
+        let (questions, inbox) = mpsc::channel(QUEUED_MAX);
         let (state, sessions) = watch::channel(Sessions::default());
         tokio::spawn(run::<E>(endpoint, target.clone(), inbox, state));
         Self { questions, sessions, target }
@@ -149,31 +193,24 @@ impl<E: Exchange> Client<E> {
         self.sessions.clone()
     }
 
-    /// Asks, and waits for the answer at most `wait`.
+    /// Asks, and waits for the answer at most `wait` ([`WAIT_MAX`]).
     ///
     /// # Errors
-    /// The target's refusal as it is. Otherwise [`ErrorKind::DeadlineExceeded`] or
-    /// [`ErrorKind::PeerLost`] (it cannot be known whether the question arrived),
-    /// [`ErrorKind::Busy`] (it was not sent), or why the target could not be dialled.
-    pub async fn ask(&self, ask: E::Ask, wait: Duration) -> Result<E::Answer> {
+    /// [`Failure`]: the target's refusal, or why there is no answer and whether it was asked.
+    pub async fn ask(&self, ask: E::Ask, wait: Duration) -> Result<E::Answer, Failure> {
+        let wait = wait.min(WAIT_MAX);
         let deadline = Instant::now() + wait;
         let (reply, answer) = oneshot::channel();
         let question = Question { ask, deadline, reply };
-        let late = || {
-            Error::new(ErrorKind::DeadlineExceeded, "no answer in time")
-                .blamed(self.target.blame())
-                .with("asked", self.target.name())
-                .with("address", &self.target.address)
-                .with("wait_ms", wait.as_millis())
-        };
+        let late = || self.target.late("no answer in time").with("wait_ms", wait.as_millis());
         match timeout_at(deadline, self.questions.send(question)).await {
-            Err(_) => return Err(late()),
-            Ok(Err(_)) => return Err(ended(&self.target)),
+            Err(_) => return Err(Failure::Unsent(late())),
+            Ok(Err(_)) => return Err(Failure::Unsent(self.target.ended())),
             Ok(Ok(())) => {}
         }
-        match timeout_at(deadline, answer).await {
-            Err(_) => Err(late()),
-            Ok(Err(_)) => Err(ended(&self.target)),
+        match timeout_at(deadline + GRACE, answer).await {
+            Err(_) => Err(Failure::Lost(late())),
+            Ok(Err(_)) => Err(Failure::Lost(self.target.ended())),
             Ok(Ok(answer)) => answer,
         }
     }
@@ -190,6 +227,18 @@ impl Target {
             Role::Service => Blame::Service,
             Role::Router | Role::Admin => Blame::Caller,
         }
+    }
+    fn late(&self, what: &str) -> Error {
+        Error::new(ErrorKind::DeadlineExceeded, what)
+            .blamed(self.blame())
+            .with("asked", self.name())
+            .with("address", &self.address)
+    }
+    fn ended(&self) -> Error {
+        Error::new(ErrorKind::PeerLost, "the session ended before the answer")
+            .blamed(self.blame())
+            .with("asked", self.name())
+            .with("address", &self.address)
     }
     /// Whether the peer that answered is the one that is meant.
     fn check(&self, peer: &WorkerKey) -> Result<()> {
@@ -218,13 +267,6 @@ impl Target {
     }
 }
 
-fn ended(target: &Target) -> Error {
-    Error::new(ErrorKind::PeerLost, "the session ended before the answer")
-        .blamed(target.blame())
-        .with("asked", target.name())
-        .with("address", &target.address)
-}
-
 async fn run<E: Exchange>(
     endpoint: Endpoint,
     target: Target,
@@ -237,15 +279,14 @@ async fn run<E: Exchange>(
         }
         let dial = endpoint.dial(&target.address, target.expects.as_ref(), E::PURPOSE);
         let session = match timeout_at(question.deadline, dial).await {
-            // Whoever asked has been told by its own deadline.
-            Err(_) => continue,
+            Err(_) => Err(target.late("it could not be dialled in time")),
             Ok(dialled) => dialled.and_then(|s| target.check(&s.peer).map(|()| s)),
         };
         match session {
             Err(e) => {
                 metrics::counter!("kvlane_rpc_dials_failed_total", "kind" => e.kind().code())
                     .increment(1);
-                let _ = question.reply.send(Err(e));
+                let _ = question.reply.send(Err(Failure::Unsent(e)));
             }
             Ok(session) => {
                 let peer = session.peer.clone();
@@ -268,7 +309,7 @@ async fn serve<E: Exchange>(
     inbox: &mut mpsc::Receiver<Question<E>>,
 ) -> bool {
     let (tx, mut rx, mut watch) = session.into_parts::<E::Request, E::Response>();
-    let mut pending: HashMap<u64, oneshot::Sender<Result<E::Answer>>> = HashMap::new();
+    let mut pending: HashMap<u64, Asker<E>> = HashMap::new();
     let mut next_id = 1;
     let mut question = Some(first);
     loop {
@@ -278,16 +319,17 @@ async fn serve<E: Exchange>(
                 pending.retain(|_, reply| !reply.is_closed());
             }
             if pending.len() >= IN_FLIGHT_MAX {
-                let _ = q.reply.send(Err(Error::new(ErrorKind::Busy, "too many questions wait")
+                let e = Error::new(ErrorKind::Busy, "too many questions wait")
                     .blamed(target.blame())
                     .with("asked", target.name())
-                    .with("limit", IN_FLIGHT_MAX)));
+                    .with("limit", IN_FLIGHT_MAX);
+                let _ = q.reply.send(Err(Failure::Unsent(e)));
             } else {
                 let id = next_id;
                 next_id += 1;
                 match tx.try_send(&E::request(id, q.ask)) {
                     Ok(()) => drop(pending.insert(id, q.reply)),
-                    Err(e) => drop(q.reply.send(Err(e))),
+                    Err(e) => drop(q.reply.send(Err(Failure::Unsent(e)))),
                 }
             }
         }
@@ -303,16 +345,16 @@ async fn serve<E: Exchange>(
                 Ok(Some(response)) => {
                     let (id, answer) = E::response(response);
                     match pending.remove(&id) {
-                        Some(reply) => drop(reply.send(answer.map_err(Error::from))),
+                        Some(reply) => drop(reply.send(answer.map_err(|r| Failure::Refused(r.into())))),
                         None => metrics::counter!("kvlane_rpc_unasked_total").increment(1),
                     }
                     continue;
                 }
-                Ok(None) => ended(target),
+                Ok(None) => target.ended(),
                 Err(e) => e,
             },
             // After a death notice the process is probably gone. The next question finds out.
-            death = watch.died() => ended(target).with("why", match death {
+            death = watch.died() => target.ended().with("why", match death {
                 Death::Notice => "its process died".to_string(),
                 Death::Closed { why, .. } => why.text,
             }),
@@ -320,7 +362,7 @@ async fn serve<E: Exchange>(
         watch.close("session given up");
         tracing::debug!(asked = %target.name(), address = %target.address, error = %lost, "session ended");
         for (_, reply) in pending {
-            let _ = reply.send(Err(ended(target).with("why", lost.message())));
+            let _ = reply.send(Err(Failure::Lost(target.ended().with("why", lost.message()))));
         }
         return false;
     }

@@ -97,7 +97,7 @@ impl ServiceClient {
     /// # Errors
     /// The service's refusal, or as [`Client::ask`].
     pub async fn ask(&self, ask: Ask) -> Result<Answer> {
-        self.client.ask(ask, self.wait).await
+        Ok(self.client.ask(ask, self.wait).await?)
     }
 
     /// Registers a worker.
