@@ -23,7 +23,9 @@ use tokio::sync::{Semaphore, oneshot, watch};
 use crate::calls::{CallIn, Calls, CallsGone};
 use crate::engine::{Commands, Inbox};
 use crate::links::{LinkIn, Links, News};
-use crate::runtime::{self, About, EngineWake, Fate, Parts, SessionIn, Stop, WorkerConfig, WorkerEnd};
+use crate::runtime::{
+    self, About, EngineWake, Fate, Parts, SessionIn, Stop, WorkerConfig, WorkerEnd,
+};
 
 /// Calls of one handle that may wait for the actor.
 const CALLS_MAX: usize = 1024;
@@ -484,16 +486,14 @@ impl DecodeActor {
                 return;
             }
         };
-        self.machine.handle_event(now, event);
         #[cfg(feature = "fault-injection")]
-        self.hooks.progress(&self.machine);
+        self.hooks.arrived(&event);
+        self.machine.handle_event(now, event);
     }
 
     fn arm(&mut self, ctx: &mut Context<Self>) {
-        let mut next = [self.machine.poll_timeout(), self.links.next_timeout()]
-            .into_iter()
-            .flatten()
-            .min();
+        let mut next =
+            [self.machine.poll_timeout(), self.links.next_timeout()].into_iter().flatten().min();
         if self.engine.flush() {
             let soon = now().plus_ms(1);
             next = Some(next.map_or(soon, |n| n.min(soon)));

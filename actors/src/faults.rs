@@ -5,7 +5,7 @@
 
 use std::sync::Mutex;
 
-use kvlane_proto::decode::{Decode, Output as DecodeOutput};
+use kvlane_proto::decode::{Event as DecodeEvent, Output as DecodeOutput};
 use kvlane_proto::msg::peer::PeerMsg;
 use kvlane_proto::prefill::{Event as PrefillEvent, Output as PrefillOutput};
 
@@ -44,8 +44,8 @@ pub fn reached(phase: &str) -> bool {
 #[derive(Debug, Default)]
 pub(crate) struct Hooks {
     stopped: bool,
-    posted: u64,
-    acked: u64,
+    /// Parts of the latest room that arrived, or were acknowledged.
+    moved: u64,
     parts: u64,
 }
 
@@ -64,46 +64,53 @@ impl Hooks {
     }
     pub(crate) fn decode<F>(&mut self, output: &DecodeOutput<F>) {
         match output {
-            DecodeOutput::Reply { reply: Ok(kvlane_proto::msg::call::Reply::Reserved { .. }), .. } => {
+            DecodeOutput::Reply {
+                reply: Ok(kvlane_proto::msg::call::Reply::Reserved { .. }),
+                ..
+            } => {
                 self.at("reserved");
             }
             DecodeOutput::Open { plan, .. } => {
                 self.parts = u64::from(plan.grid().parts());
-                self.acked = 0;
+                self.moved = 0;
             }
             DecodeOutput::Send { msg: PeerMsg::Offer(_), .. } => self.at("offer-sent"),
             DecodeOutput::Ended { outcome, .. } if outcome.is_done() => self.at("done"),
             _ => {}
         }
     }
-    pub(crate) fn arrived<F>(&mut self, _: &Decode<F>) {
-        self.acked += 1;
-        self.count(self.acked);
+    pub(crate) fn arrived<F>(&mut self, event: &DecodeEvent<F>) {
+        if let DecodeEvent::Arrived { .. } = event {
+            self.moved += 1;
+            self.count();
+        }
     }
     pub(crate) fn prefill<Q>(&mut self, output: &PrefillOutput<Q>) {
         match output {
             PrefillOutput::Send { msg: PeerMsg::OfferAck { .. }, .. } => self.at("offer-accepted"),
-            PrefillOutput::Granted { .. } => self.posted = 0,
-            PrefillOutput::Post { .. } => {
-                self.posted += 1;
-                if self.posted == 1 {
-                    self.at("first-byte");
-                }
+            PrefillOutput::Granted { parts, .. } => {
+                self.parts = u64::from(*parts);
+                self.moved = 0;
             }
             PrefillOutput::Ended { outcome, .. } if outcome.is_done() => self.at("done"),
             PrefillOutput::Released { .. } => self.at("given-back"),
             _ => {}
         }
     }
-    pub(crate) fn acked<Q>(&mut self, _: &PrefillEvent<Q>) {}
-    fn count(&mut self, parts: u64) {
-        if parts == 1 {
+    pub(crate) fn acked<Q>(&mut self, event: &PrefillEvent<Q>) {
+        if let PrefillEvent::Acked { .. } = event {
+            self.moved += 1;
+            self.count();
+        }
+    }
+    fn count(&mut self) {
+        if self.moved == 1 {
             self.at("first-byte");
         }
-        if parts == self.parts.div_ceil(2) {
+        if self.moved == self.parts.div_ceil(2) {
             self.at("half");
         }
-        if parts == self.parts {
+        if self.moved == self.parts {
             self.at("last-byte");
         }
     }

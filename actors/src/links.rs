@@ -52,14 +52,7 @@ pub(crate) struct Links {
 
 impl Links {
     pub(crate) fn new(config: LinkConfig, engine: Rc<Commands>, caps: Caps) -> Self {
-        Self {
-            config,
-            engine,
-            caps,
-            links: BTreeMap::new(),
-            by_peer: HashMap::new(),
-            next: 0,
-        }
+        Self { config, engine, caps, links: BTreeMap::new(), by_peer: HashMap::new(), next: 0 }
     }
 
     /// Takes a session. An older link with the same worker is over: either it restarted, or it
@@ -71,9 +64,12 @@ impl Links {
         let mut news = Vec::new();
         let peer = session.peer.clone();
         if let Some(&old) = self.by_peer.get(&peer.identity) {
-            let restarted =
-                self.links.get(&old).is_some_and(|l| l.machine.peer().incarnation != peer.incarnation);
-            let how = if restarted { "the peer has restarted" } else { "the peer has dialled again" };
+            let restarted = self
+                .links
+                .get(&old)
+                .is_some_and(|l| l.machine.peer().incarnation != peer.incarnation);
+            let how =
+                if restarted { "the peer has restarted" } else { "the peer has dialled again" };
             let why = Error::new(ErrorKind::PeerLost, how)
                 .with("peer", &peer)
                 .hint("place the request again");

@@ -27,7 +27,9 @@ use crate::decode::ask;
 use crate::engine::{Commands, Inbox};
 use crate::links::{LinkIn, Links, News};
 use crate::pool::Pool;
-use crate::runtime::{self, About, EngineWake, Fate, Parts, SessionIn, Stop, WorkerConfig, WorkerEnd};
+use crate::runtime::{
+    self, About, EngineWake, Fate, Parts, SessionIn, Stop, WorkerConfig, WorkerEnd,
+};
 
 /// Calls of one handle that may wait for the actor.
 const CALLS_MAX: usize = 1024;
@@ -510,10 +512,8 @@ impl PrefillActor {
     }
 
     fn arm(&mut self, ctx: &mut Context<Self>) {
-        let mut next = [self.machine.poll_timeout(), self.links.next_timeout()]
-            .into_iter()
-            .flatten()
-            .min();
+        let mut next =
+            [self.machine.poll_timeout(), self.links.next_timeout()].into_iter().flatten().min();
         if self.engine.flush() {
             let soon = now().plus_ms(1);
             next = Some(next.map_or(soon, |n| n.min(soon)));

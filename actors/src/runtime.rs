@@ -264,8 +264,7 @@ where
     fill_random(&mut incarnation)?;
     let key =
         WorkerKey { identity: config.identity.clone(), incarnation: Incarnation(incarnation) };
-    let mut endpoint =
-        EndpointConfig::new(config.listen, config.security.clone(), key.clone());
+    let mut endpoint = EndpointConfig::new(config.listen, config.security.clone(), key.clone());
     endpoint.reset_key = config.reset_key;
     let endpoint = Endpoint::bind(endpoint)?;
     let address = match &config.advertise {

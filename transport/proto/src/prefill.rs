@@ -249,6 +249,8 @@ pub enum Output<Q> {
         link: LinkId,
         /// The offer, for engines that write themselves.
         offer: Arc<Offer>,
+        /// Parts of the room.
+        parts: u32,
     },
     /// The engine sends a part.
     Post {
@@ -653,8 +655,8 @@ impl<Q> Prefill<Q> {
             return;
         }
         if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
-            let (link, offer) = (h.link, h.offer.clone());
-            self.out.push_back(Output::Granted { room, link, offer });
+            let (link, offer, parts) = (h.link, h.offer.clone(), h.grid.parts());
+            self.out.push_back(Output::Granted { room, link, offer, parts });
         }
         // A room without pages has nothing to wait for.
         self.pump(now, room);
@@ -760,8 +762,8 @@ impl<Q> Prefill<Q> {
                             if let Some(h) =
                                 r.filter(|r| r.source.is_some()).and_then(|r| r.held.as_ref())
                             {
-                                let offer = h.offer.clone();
-                                self.out.push_back(Output::Granted { room, link, offer });
+                                let (offer, parts) = (h.offer.clone(), h.grid.parts());
+                                self.out.push_back(Output::Granted { room, link, offer, parts });
                             }
                             self.make_all_ready(room);
                             self.pump(now, room);
