@@ -1,6 +1,8 @@
 //! What hostile or broken peers do: each is a counted refusal, and a good peer is served before,
 //! during and after.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 #[path = "common/net.rs"]
 mod net;

@@ -3,6 +3,8 @@
 //!
 //! The test starts itself again as the process to be killed.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 #[path = "common/net.rs"]
 mod net;

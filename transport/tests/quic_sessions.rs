@@ -1,6 +1,8 @@
 //! What sessions promise: frames in order, clean ends that are not deaths, certificates that change
 //! while the process runs.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 #[path = "common/net.rs"]
 mod net;

@@ -1,5 +1,5 @@
 //! Real endpoints on loopback, a client that does not keep the rules, and a count of refusals.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::panic)]
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
