@@ -2,6 +2,8 @@
 //! numbers replaced by extreme ones, pieces cut out, doubled and spliced, and plain noise. What does
 //! decode encodes to the same bytes again. `tests/fuzz` has the same targets for cargo-fuzz.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use common::{FAMILIES, reencode, samples};
@@ -110,4 +112,33 @@ async fn mutated_streams_of_frames_are_refused_or_sound() {
         }
     }
     assert!(frames > 1000 && ends > 10 && refused > 1000, "{frames} {ends} {refused}");
+}
+
+/// Sizes that are each within their limit, and whose product is not.
+#[test]
+fn pool_maps_longer_than_the_address_space_are_refused() {
+    use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, PeerMsg};
+    use kvlane_proto::{Device, ErrorKind, PoolMap, limits};
+    use kvlane_transport::wire::message;
+
+    let layout = common::layout();
+    for address in [0, 1 << 40] {
+        let map = PoolMap {
+            device: Device::Host,
+            slab_address: (0..4).map(|slab| address + slab * 64).collect(),
+            block_stride_bytes: 1 << 40,
+            blocks: limits::POOL_BLOCKS_MAX,
+        };
+        let engine = EngineOffer { name: "shm".into(), blob: vec![], map: Some(map) };
+        let info = LinkInfo {
+            layout: layout.clone(),
+            engines: vec![engine],
+            lanes: 1,
+            part_bytes: 1 << 20,
+        };
+        let frame = PeerFrame { seq: 1, echo: 0, msg: PeerMsg::Describe(Box::new(info)) };
+        let bytes = message::seal(&frame).unwrap();
+        let e = message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Malformed, "{e}");
+    }
 }

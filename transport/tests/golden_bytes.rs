@@ -5,6 +5,8 @@
 //! KVLANE_GOLDEN=write cargo test -p kvlane-transport --test golden_bytes
 //! ```
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use std::fmt::Write;

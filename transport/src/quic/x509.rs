@@ -170,4 +170,38 @@ mod tests {
             assert_eq!(read_validity(bad), None);
         }
     }
+
+    #[test]
+    fn validity_of_a_real_certificate_is_read_and_halved() {
+        let mut params = rcgen::CertificateParams::default();
+        // Before 2050 DER has two digits of the year, from then on four.
+        params.not_before = rcgen::date_time_ymd(2020, 2, 29);
+        params.not_after = rcgen::date_time_ymd(2060, 2, 28);
+        let cert = params.self_signed(&rcgen::KeyPair::generate().unwrap()).unwrap();
+        let read = validity(cert.der()).unwrap();
+        assert_eq!(read, Validity { not_before_s: 1_582_934_400, not_after_s: 2_845_152_000 });
+        let half = 1_582_934_400 + (2_845_152_000 - 1_582_934_400) / 2;
+        assert!(!read.past_half(half) && read.past_half(half + 1));
+        // Cut anywhere, it is refused and nothing panics.
+        for end in 0..cert.der().len() {
+            assert_eq!(read_validity(&cert.der()[..end]), None);
+        }
+    }
+
+    #[test]
+    fn exactly_one_identity_must_be_in_a_certificate() {
+        let with = |uris: &[&str]| {
+            let mut params = rcgen::CertificateParams::default();
+            params.subject_alt_names =
+                uris.iter().map(|uri| rcgen::SanType::URI((*uri).try_into().unwrap())).collect();
+            let cert = params.self_signed(&rcgen::KeyPair::generate().unwrap()).unwrap();
+            identity(cert.der())
+        };
+        let one = "kvlane://c1/decode/d-0/3";
+        assert_eq!(with(&["spiffe://x/y", one]).unwrap().to_uri(), one);
+        for bad in [&[][..], &["spiffe://x/y"], &[one, "kvlane://c1/admin/d-0/3"]] {
+            assert_eq!(with(bad).unwrap_err().kind(), ErrorKind::Unauthorized);
+        }
+        assert_eq!(with(&["kvlane://c1/king/d-0/3"]).unwrap_err().kind(), ErrorKind::Malformed);
+    }
 }

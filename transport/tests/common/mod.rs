@@ -1,5 +1,5 @@
 //! One sample of every variant of every family, and what tests share.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::panic)]
 
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame, Reserve};
