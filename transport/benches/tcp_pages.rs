@@ -326,6 +326,8 @@ fn main() -> Outcome<()> {
         let gb = n as f64 * f64::from(page_bytes) / 1e9;
         let mut raw_rates = vec![Vec::new(); RAW_CALL_BYTES.len()];
         let mut rates = Vec::new();
+        // Small pages make short runs, which other load disturbs more.
+        let reps = if page_bytes < 64 << 10 { reps * 4 } else { reps };
         for rep in 0..=reps {
             let mut plans = || -> Outcome<_> {
                 let from = random_ids(&mut seed, pool_blocks, n);
