@@ -8,6 +8,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
 
 use engine_conformance::{CANARY, LINK, PATIENCE, Pair, Pool, layout, peer, run};
+use proptest::prelude::*;
+
 use kvlane_proto::layout::KvKind;
 use kvlane_proto::{ErrorKind, GrantId, LaneId, PartId, Role, limits};
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
@@ -420,4 +422,60 @@ fn addresses_that_nobody_can_dial_are_refused() {
     let ok = at("0.0.0.0:0", &["127.0.0.1"]).unwrap();
     assert_eq!(ok.addresses()[0].ip().to_string(), "127.0.0.1");
     assert_ne!(ok.addresses()[0].port(), 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+
+    /// Whatever frames a peer with the right token sends: only pages of the open grant's parts are
+    /// written, and every whole frame is answered.
+    #[test]
+    fn a_lying_sender_writes_only_what_its_grant_names(
+        frames in proptest::collection::vec(
+            (6u64..9, 0u32..4, prop_oneof![Just(128u32), 0u32..400], any::<Option<u32>>()),
+            1..20,
+        ),
+        cut in 1usize..200,
+    ) {
+        let l = layout(64, 1, KvKind::Mla);
+        let dst = Pool::new(&l, 32);
+        dst.fill(CANARY);
+        let r = Alone::new(1);
+        r.handle.register(&dst.region).unwrap();
+        let (named, other) = (dst.plan(&[9, 3, 20, 4], 128), dst.plan(&[1, 2, 5, 6], 128));
+        r.open(7, &named);
+        r.open(8, &other);
+        r.handle.send(Command::Fence { grant: GrantId(8), how: FenceHow::Close }).unwrap();
+        r.wait("proof", |e| matches!(e, EngineEvent::Fenced(_)));
+        let mut lane = r.lane(0);
+        let mut sent = Vec::new();
+        for &(grant, part, bytes, crc) in &frames {
+            sent.extend(header(grant, part, bytes, crc));
+            sent.extend(vec![1; bytes as usize]);
+        }
+        // The last frame may be cut off.
+        sent.truncate(sent.len() - (cut % (32 + frames[frames.len() - 1].2 as usize)));
+        for piece in sent.chunks(cut) {
+            lane.write_all(piece).unwrap();
+        }
+        lane.shutdown(std::net::Shutdown::Write).unwrap();
+        for &(grant, part, bytes, crc) in &frames[..frames.len() - 1] {
+            let answer = ack(&mut lane);
+            prop_assert_eq!((answer.grant.0, answer.part.0), (grant, part));
+            let status = match (grant, part, bytes) {
+                (7, 0 | 1, 128) if crc.is_none_or(|c| c == crc32c::crc32c(&[1; 128])) => {
+                    Status::Landed
+                }
+                (7, 0 | 1, 128) => Status::Corrupt,
+                (7, ..) => Status::WrongPart,
+                _ => Status::NoGrant,
+            };
+            prop_assert_eq!(answer.status, status);
+        }
+        r.wait("end", |e| matches!(e, EngineEvent::LaneDown { .. }));
+        for address in engine_conformance::addresses(&named) {
+            dst.write(address, &[CANARY; 64]);
+        }
+        prop_assert_eq!(dst.touched(), 0);
+    }
 }
