@@ -196,8 +196,7 @@ impl RoomId {
     pub fn issue(slot: u16, counter: u64, dp_rank: u32, dp_size: u32) -> Result<Self> {
         let fits = u32::from(slot) >> Self::SLOT_BITS == 0
             && counter >> Self::COUNTER_BITS == 0
-            && dp_size >= 1
-            && dp_size <= 1 << (Self::LOW_BITS - 1)
+            && (1..=1 << (Self::LOW_BITS - 1)).contains(&dp_size)
             && dp_rank < dp_size;
         if !fits {
             return Err(Error::new(ErrorKind::LimitExceeded, "room number does not fit")

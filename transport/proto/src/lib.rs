@@ -6,16 +6,24 @@
 //! `poll_output()` until it is empty, `poll_timeout()` for when to call again.
 //!
 //! In the order a page takes: [`msg`] (what is said), [`layout`] and [`blocks`] (what a page is),
-//! [`plan`] (from blocks to parts and addresses), then the machines.
+//! [`plan`] (from blocks to parts and addresses), [`grants`] (what may be written),
+//! [`decode`] and [`prefill`] (a room's two sides), [`link`] (two workers).
 
 pub mod blocks;
+pub mod decode;
+pub mod ended;
 pub mod error;
 pub mod grants;
 pub mod ids;
 pub mod layout;
+pub mod lease;
 pub mod limits;
+pub mod link;
 pub mod msg;
+pub mod mutant;
 pub mod plan;
+pub mod prefill;
+pub mod registry;
 pub mod time;
 
 pub use blocks::{BlockList, Run};

@@ -199,7 +199,7 @@ impl Span {
         if self.prefix_tokens == self.tokens {
             return Ok(all..all);
         }
-        if self.prefix_tokens % layout.page_tokens != 0 {
+        if !self.prefix_tokens.is_multiple_of(layout.page_tokens) {
             return Err(bad("prefix ends inside a block").hint("round it down to whole pages"));
         }
         Ok(self.prefix_tokens / layout.page_tokens..all)

@@ -78,7 +78,18 @@ impl EngineHandle {
     /// [`ErrorKind::Busy`] if [`QUEUE_COMMANDS`] wait already, [`ErrorKind::Internal`] once the
     /// thread has ended.
     pub fn send(&self, command: Command) -> Result<()> {
-        self.order(Order::Command(command))
+        self.order(Order::Command(command)).map_err(|(_, e)| e)
+    }
+    /// As [`EngineHandle::send`]; a command that finds no room comes back.
+    ///
+    /// # Errors
+    /// As [`EngineHandle::send`], with the command, unless the thread has ended.
+    #[allow(clippy::result_large_err)] // Only a full queue pays for it.
+    pub fn try_send(&self, command: Command) -> Result<(), (Option<Command>, Error)> {
+        self.order(Order::Command(command)).map_err(|(order, e)| match order {
+            Some(Order::Command(command)) => (Some(command), e),
+            _ => (None, e),
+        })
     }
     /// Makes memory known to the engine; waits for its answer.
     ///
@@ -113,7 +124,7 @@ impl EngineHandle {
 
     fn ask(&self, region: &Arc<Region>, add: bool) -> Result<()> {
         let (answer, answered) = sync_channel(1);
-        self.order(Order::Register { region: region.clone(), add, answer })?;
+        self.order(Order::Register { region: region.clone(), add, answer }).map_err(|(_, e)| e)?;
         answered.recv_timeout(ASK_MAX).unwrap_or_else(|e| {
             Err(match e {
                 RecvTimeoutError::Disconnected => gone(),
@@ -124,18 +135,20 @@ impl EngineHandle {
             })
         })
     }
-    fn order(&self, order: Order) -> Result<()> {
+    #[allow(clippy::result_large_err)]
+    fn order(&self, order: Order) -> Result<(), (Option<Order>, Error)> {
         if self.ended() {
-            return Err(gone());
+            return Err((None, gone()));
         }
         self.orders.try_send(order).map_err(|e| match e {
-            TrySendError::Full(_) => {
-                metrics::counter!("kvlane_engine_busy").increment(1);
-                Error::new(ErrorKind::Busy, "the engine's queue is full")
+            TrySendError::Full(order) => {
+                metrics::counter!("kvlane_engine_busy_total").increment(1);
+                let e = Error::new(ErrorKind::Busy, "the engine's queue is full")
                     .with("limit", QUEUE_COMMANDS)
-                    .hint("send again later")
+                    .hint("send again later");
+                (Some(order), e)
             }
-            TrySendError::Disconnected(_) => gone(),
+            TrySendError::Disconnected(_) => (None, gone()),
         })?;
         // Pairs with the fence before the thread's last look at the queue: either it sees the
         // order, or this sees that it sleeps.

@@ -1,0 +1,589 @@
+//! Two workers: from a greeted session to lanes that carry pages, and whether the other still lives.
+//!
+//! One machine for each session, the same on both sides; decode dials and receives. Owns: what each
+//! side described, the choice of engine, the numbers that leases count by, heartbeats. In: frames,
+//! the engine's answers, the death notice, time. Out: [`Output`].
+//!
+//! Invariants: rooms start only when both sides have said `Ready`; layouts are compared before any
+//! lane is made; a lease never counts from later than the send of the frame it echoes; silence of
+//! [`LinkConfig::misses`] heartbeats, or a death notice that a probe confirms, ends the link.
+
+use std::collections::VecDeque;
+
+use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
+use crate::ids::{LaneId, WorkerKey};
+use crate::layout::PoolMap;
+use crate::limits;
+use crate::msg::peer::{DataPath, EngineOffer, LinkInfo, PeerFrame, PeerMsg};
+use crate::time::Time;
+
+/// An engine that this side could use.
+#[derive(Clone, Debug)]
+pub struct EngineChoice {
+    /// Its name.
+    pub name: String,
+    /// Who moves the bytes.
+    pub path: DataPath,
+    /// What the peer's engine needs to connect.
+    pub blob: Vec<u8>,
+    /// Where the pages are, on pull engines.
+    pub map: Option<PoolMap>,
+}
+
+/// What may be configured.
+#[derive(Clone, Debug)]
+pub struct LinkConfig {
+    /// This side's pool.
+    pub layout: crate::layout::Layout,
+    /// Lanes to pool.
+    pub lanes: u16,
+    /// Aim for the size of a part; the decode's word counts.
+    pub part_bytes: u64,
+    /// This side receives pages (decode, which has dialled).
+    pub receiver: bool,
+    /// Longest silence between two frames is twice this.
+    pub heartbeat_ms: u64,
+    /// Heartbeats that may be missed.
+    pub misses: u32,
+    /// How long a suspected peer has to answer.
+    pub probe_ms: u64,
+    /// How long it may take until rooms can start.
+    pub handshake_ms: u64,
+}
+
+impl LinkConfig {
+    /// The defaults.
+    pub fn new(layout: crate::layout::Layout, receiver: bool) -> Self {
+        Self {
+            layout,
+            receiver,
+            lanes: limits::LANES_PER_LINK,
+            part_bytes: limits::PART_BYTES,
+            heartbeat_ms: limits::HEARTBEAT_MS,
+            misses: limits::HEARTBEAT_MISSES,
+            probe_ms: limits::PROBE_MS,
+            handshake_ms: limits::HANDSHAKE_MS,
+        }
+    }
+}
+
+/// What happens to a link.
+#[derive(Debug)]
+pub enum Event {
+    /// This side's engines are ready for the peer, best first.
+    Local(Vec<EngineChoice>),
+    /// A frame arrived.
+    Frame(PeerFrame),
+    /// The engine: a lane carries pages.
+    LaneUp(LaneId),
+    /// The engine: a lane does not.
+    LaneDown(LaneId),
+    /// The death notice came; it may be a mistake.
+    Suspect(String),
+    /// The session has ended.
+    Closed(Refusal),
+    /// This side ends the link.
+    Bye(Refusal),
+}
+
+/// What is to be done, in this order.
+#[derive(Debug)]
+pub enum Output {
+    /// Send a frame.
+    Send(PeerFrame),
+    /// Both sides agreed: connect this engine to the peer's.
+    Connect {
+        /// Its name.
+        engine: String,
+        /// The peer's blob.
+        remote: Vec<u8>,
+        /// The peer's pages, on pull engines.
+        map: Option<PoolMap>,
+    },
+    /// Rooms may start.
+    Up {
+        /// Who moves the bytes.
+        path: DataPath,
+        /// Lanes of the pool.
+        lanes: u16,
+        /// Size of a part.
+        part_bytes: u64,
+    },
+    /// A message for the rooms.
+    Deliver {
+        /// The message.
+        msg: PeerMsg,
+        /// When this side sent the frame that it echoes.
+        echo_sent: Time,
+    },
+    /// The link is over. Always the last output, once.
+    Lost(Refusal),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Waits for the local engine and the peer's description.
+    Describing,
+    /// Waits for lanes and the peer's `Ready`.
+    Connecting,
+    Up,
+    Over,
+}
+
+/// The machine.
+#[derive(Debug)]
+pub struct Link {
+    config: LinkConfig,
+    peer: WorkerKey,
+    phase: Phase,
+    local: Option<Vec<EngineChoice>>,
+    remote: Option<LinkInfo>,
+    chosen: Option<EngineChoice>,
+    lanes_up: Vec<bool>,
+    part_bytes: u64,
+    said_ready: bool,
+    peer_ready: bool,
+    seq: u64,
+    seen: u64,
+    /// When frames were sent, thinned: (seq, time), oldest first.
+    sent: VecDeque<(u64, Time)>,
+    last_sent: Time,
+    last_seen: Time,
+    opened: Time,
+    probing_until: Option<Time>,
+    out: VecDeque<Output>,
+}
+
+/// Distance of two remembered sends; a lease may be counted short by this much.
+const SENT_EVERY_MS: u64 = 25;
+/// Remembered sends: enough for a frame that is a minute old.
+const SENT_MAX: usize = 2400;
+
+impl Link {
+    /// A session whose greeting is done.
+    pub fn new(now: Time, peer: WorkerKey, config: LinkConfig) -> Self {
+        Self {
+            lanes_up: vec![false; usize::from(config.lanes)],
+            part_bytes: config.part_bytes,
+            config,
+            peer,
+            phase: Phase::Describing,
+            local: None,
+            remote: None,
+            chosen: None,
+            said_ready: false,
+            peer_ready: false,
+            seq: 0,
+            seen: 0,
+            sent: VecDeque::new(),
+            last_sent: now,
+            last_seen: now,
+            opened: now,
+            probing_until: None,
+            out: VecDeque::new(),
+        }
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> &WorkerKey {
+        &self.peer
+    }
+    /// Whether rooms may run.
+    pub fn is_up(&self) -> bool {
+        self.phase == Phase::Up
+    }
+    /// The next thing to do; call until it is `None` after every event and timeout.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.out.pop_front()
+    }
+    /// When to call [`Link::handle_timeout`] next; ask again after every event.
+    pub fn poll_timeout(&self) -> Option<Time> {
+        if self.phase == Phase::Over {
+            return None;
+        }
+        let mut next = self.silent_at().min(self.beat_at());
+        if let Some(until) = self.probing_until {
+            next = next.min(until);
+        }
+        if self.phase != Phase::Up {
+            next = next.min(self.opened.plus_ms(self.config.handshake_ms));
+        }
+        Some(next)
+    }
+    // Twice as often as promised, so that one late beat is no miss.
+    fn beat_at(&self) -> Time {
+        self.last_sent.plus_ms(self.config.heartbeat_ms / 2)
+    }
+    fn silent_at(&self) -> Time {
+        self.last_seen.plus_ms(self.config.heartbeat_ms * u64::from(self.config.misses))
+    }
+
+    /// Sends a message of the rooms.
+    pub fn send(&mut self, now: Time, msg: PeerMsg) {
+        if self.phase == Phase::Over {
+            return;
+        }
+        self.seq += 1;
+        self.last_sent = now;
+        if self.sent.back().is_none_or(|(_, at)| now >= at.plus_ms(SENT_EVERY_MS)) {
+            self.sent.push_back((self.seq, now));
+            if self.sent.len() > SENT_MAX {
+                self.sent.pop_front();
+            }
+        }
+        self.out.push_back(Output::Send(PeerFrame { seq: self.seq, echo: self.seen, msg }));
+    }
+
+    /// When the frame with this number was sent, or earlier.
+    fn sent_at(&self, echo: u64) -> Time {
+        let after = self.sent.partition_point(|(seq, _)| *seq <= echo);
+        match after.checked_sub(1).and_then(|i| self.sent.get(i)) {
+            Some(&(_, at)) => at,
+            // Older than anything remembered.
+            None => self.opened,
+        }
+    }
+
+    /// Takes one event.
+    pub fn handle_event(&mut self, now: Time, event: Event) {
+        if self.phase == Phase::Over {
+            return;
+        }
+        match event {
+            Event::Local(engines) => {
+                self.local = Some(engines);
+                // The receiver describes itself first, so that the sender chooses.
+                if self.config.receiver {
+                    self.describe(now, None);
+                }
+                self.agree(now);
+            }
+            Event::Frame(frame) => self.frame(now, frame),
+            Event::LaneUp(lane) => {
+                if let Some(up) = self.lanes_up.get_mut(usize::from(lane.0)) {
+                    *up = true;
+                }
+                self.ready(now);
+            }
+            Event::LaneDown(lane) => {
+                if let Some(up) = self.lanes_up.get_mut(usize::from(lane.0)) {
+                    *up = false;
+                }
+            }
+            Event::Suspect(_) if self.probing_until.is_some() => {}
+            Event::Suspect(_) => {
+                self.probing_until = Some(now.plus_ms(self.config.probe_ms));
+                self.send(now, PeerMsg::Probe);
+            }
+            Event::Closed(why) => self.lost(why),
+            Event::Bye(why) => {
+                self.send(now, PeerMsg::Bye(why.clone()));
+                self.lost(why);
+            }
+        }
+    }
+
+    /// Does what is due. Harmless at any time.
+    pub fn handle_timeout(&mut self, now: Time) {
+        if self.phase == Phase::Over {
+            return;
+        }
+        let gone = |how: &str| {
+            Error::new(ErrorKind::PeerLost, how)
+                .with("peer", &self.peer)
+                .with("silent_ms", now.ms_since(self.last_seen))
+        };
+        if self.probing_until.is_some_and(|until| now >= until) {
+            return self.lost(self.blamed(gone("the peer's process has ended")));
+        }
+        if now >= self.silent_at() {
+            return self.lost(self.blamed(gone("the peer is silent")));
+        }
+        if self.phase != Phase::Up && now >= self.opened.plus_ms(self.config.handshake_ms) {
+            let missing = match (&self.local, &self.remote) {
+                (None, _) => "this side's engine",
+                (_, None) => "the peer's description",
+                _ if !self.lanes_up.iter().all(|&up| up) => "lanes",
+                _ => "the peer's ready",
+            };
+            let why = Error::new(ErrorKind::DeadlineExceeded, "the link did not come up")
+                .with("peer", &self.peer)
+                .with("missing", missing)
+                .with("lanes_up", self.lanes_up.iter().filter(|&&up| up).count())
+                .with("lanes", self.lanes_up.len())
+                .blamed(Blame::Link)
+                .hint("check that the engine's data port can be reached from the prefill worker");
+            return self.handle_event(now, Event::Bye(why.to_refusal()));
+        }
+        if now >= self.beat_at() {
+            self.send(now, PeerMsg::Heartbeat);
+        }
+    }
+
+    fn blamed(&self, e: Error) -> Refusal {
+        let blame = if self.config.receiver { Blame::Prefill } else { Blame::Decode };
+        e.blamed(blame)
+            .hint("place the request again; a restarted worker is a new one")
+            .to_refusal()
+    }
+
+    fn lost(&mut self, why: Refusal) {
+        self.phase = Phase::Over;
+        self.out.push_back(Output::Lost(why));
+    }
+
+    fn frame(&mut self, now: Time, frame: PeerFrame) {
+        self.last_seen = self.last_seen.max(now);
+        self.probing_until = None;
+        self.seen = self.seen.max(frame.seq);
+        let echo_sent = self.sent_at(frame.echo);
+        match frame.msg {
+            PeerMsg::Heartbeat => {}
+            PeerMsg::Probe => self.send(now, PeerMsg::Heartbeat),
+            PeerMsg::Bye(why) => self.lost(why),
+            PeerMsg::Describe(info) => {
+                if self.remote.is_some() {
+                    return;
+                }
+                if let Err(e) = info.check() {
+                    return self.handle_event(now, Event::Bye(e.to_refusal()));
+                }
+                self.remote = Some(*info);
+                self.agree(now);
+            }
+            PeerMsg::Ready => {
+                self.peer_ready = true;
+                self.ready(now);
+            }
+            msg if self.phase == Phase::Up => {
+                self.out.push_back(Output::Deliver { msg, echo_sent })
+            }
+            // Rooms before `Ready` on this side: the peer is ahead by a frame or two; what it
+            // repeats until answered will be heard then.
+            _ => {}
+        }
+    }
+
+    fn describe(&mut self, now: Time, only: Option<&EngineChoice>) {
+        let engines = match only {
+            Some(e) => std::slice::from_ref(e),
+            None => self.local.as_deref().unwrap_or_default(),
+        };
+        let offer = |e: &EngineChoice| EngineOffer {
+            name: e.name.clone(),
+            blob: e.blob.clone(),
+            map: e.map.clone(),
+        };
+        let info = LinkInfo {
+            layout: self.config.layout.clone(),
+            engines: engines.iter().map(offer).collect(),
+            lanes: self.config.lanes,
+            part_bytes: self.part_bytes,
+        };
+        self.send(now, PeerMsg::Describe(Box::new(info)));
+    }
+
+    /// Both descriptions are here: compare, choose, connect.
+    fn agree(&mut self, now: Time) {
+        if self.phase != Phase::Describing {
+            return;
+        }
+        let (Some(local), Some(remote)) = (&self.local, &self.remote) else { return };
+        match self.choose(local, remote) {
+            Ok((mine, theirs)) => {
+                let lanes = self.config.lanes.min(remote.lanes);
+                if self.config.receiver {
+                    self.part_bytes = self.config.part_bytes;
+                } else {
+                    self.part_bytes = remote.part_bytes;
+                    self.config.lanes = lanes;
+                    self.describe(now, Some(&mine));
+                }
+                self.lanes_up.resize(usize::from(lanes), false);
+                self.phase = Phase::Connecting;
+                self.out.push_back(Output::Connect {
+                    engine: mine.name.clone(),
+                    remote: theirs.blob,
+                    map: theirs.map,
+                });
+                self.chosen = Some(mine);
+                self.ready(now);
+            }
+            Err(e) => self.handle_event(now, Event::Bye(e.to_refusal())),
+        }
+    }
+
+    fn choose(
+        &self,
+        local: &[EngineChoice],
+        remote: &LinkInfo,
+    ) -> Result<(EngineChoice, EngineOffer)> {
+        let (decode, prefill) = if self.config.receiver {
+            (&self.config.layout, &remote.layout)
+        } else {
+            (&remote.layout, &self.config.layout)
+        };
+        decode.accepts(prefill).map_err(|e| e.with("peer", &self.peer))?;
+        for theirs in &remote.engines {
+            if let Some(mine) = local.iter().find(|m| m.name == theirs.name) {
+                return Ok((mine.clone(), theirs.clone()));
+            }
+        }
+        let names = |list: Vec<&str>| list.join(", ");
+        Err(Error::new(ErrorKind::Incompatible, "no engine in common")
+            .with("ours", names(local.iter().map(|e| e.name.as_str()).collect()))
+            .with("theirs", names(remote.engines.iter().map(|e| e.name.as_str()).collect()))
+            .with("peer", &self.peer)
+            .hint("start both workers with one engine that both machines have"))
+    }
+
+    fn ready(&mut self, now: Time) {
+        if self.phase != Phase::Connecting || !self.lanes_up.iter().all(|&up| up) {
+            return;
+        }
+        if !self.said_ready {
+            self.said_ready = true;
+            self.send(now, PeerMsg::Ready);
+        }
+        if let (true, Some(chosen)) = (self.peer_ready, &self.chosen) {
+            self.phase = Phase::Up;
+            self.out.push_back(Output::Up {
+                path: chosen.path,
+                lanes: self.lanes_up.len() as u16,
+                part_bytes: self.part_bytes,
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::{Identity, Incarnation, Role};
+    use crate::layout::{Dtype, Layout, small_layout};
+
+    fn key(role: Role) -> WorkerKey {
+        let identity = Identity::new("c", role, "w", 0).unwrap();
+        WorkerKey { identity, incarnation: Incarnation([1; 16]) }
+    }
+    fn engine(name: &str) -> EngineChoice {
+        EngineChoice { name: name.into(), path: DataPath::ReceiverCopies, blob: vec![7], map: None }
+    }
+    fn pair(prefill: Layout) -> (Link, Link) {
+        let d = Link::new(Time(0), key(Role::Prefill), LinkConfig::new(small_layout(), true));
+        let p = Link::new(Time(0), key(Role::Decode), LinkConfig::new(prefill, false));
+        (d, p)
+    }
+    /// Moves frames until both are still; returns everything else that came out.
+    fn settle(now: Time, d: &mut Link, p: &mut Link) -> (Vec<Output>, Vec<Output>) {
+        let (mut from_d, mut from_p) = (Vec::new(), Vec::new());
+        loop {
+            let mut moved = false;
+            while let Some(o) = d.poll_output() {
+                moved = true;
+                match o {
+                    Output::Send(f) => p.handle_event(now, Event::Frame(f)),
+                    o => from_d.push(o),
+                }
+            }
+            while let Some(o) = p.poll_output() {
+                moved = true;
+                match o {
+                    Output::Send(f) => d.handle_event(now, Event::Frame(f)),
+                    o => from_p.push(o),
+                }
+            }
+            if !moved {
+                return (from_d, from_p);
+            }
+        }
+    }
+    fn up() -> (Link, Link) {
+        let (mut d, mut p) = pair(small_layout());
+        d.handle_event(Time(0), Event::Local(vec![engine("shm"), engine("tcp")]));
+        p.handle_event(Time(0), Event::Local(vec![engine("tcp")]));
+        let (a, b) = settle(Time(0), &mut d, &mut p);
+        assert!(matches!(&a[..], [Output::Connect { engine, .. }] if engine == "tcp"));
+        assert!(matches!(&b[..], [Output::Connect { engine, .. }] if engine == "tcp"));
+        for lane in 0..limits::LANES_PER_LINK {
+            d.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+            p.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+        }
+        let (a, b) = settle(Time(0), &mut d, &mut p);
+        assert!(matches!(a[..], [Output::Up { .. }]) && matches!(b[..], [Output::Up { .. }]));
+        (d, p)
+    }
+
+    #[test]
+    fn two_workers_agree_and_come_up() {
+        up();
+    }
+
+    #[test]
+    fn layouts_that_differ_end_the_link_on_both_sides_with_the_field() {
+        let (mut d, mut p) = pair(Layout { dtype: Dtype::Fp8E4m3, ..small_layout() });
+        d.handle_event(Time(0), Event::Local(vec![engine("tcp")]));
+        p.handle_event(Time(0), Event::Local(vec![engine("tcp")]));
+        let (a, b) = settle(Time(0), &mut d, &mut p);
+        for out in [a, b] {
+            let [Output::Lost(why)] = &out[..] else { panic!("{out:?}") };
+            assert_eq!(why.kind, ErrorKind::Incompatible);
+            assert!(why.text.contains("decode bf16 / prefill fp8_e4m3"), "{why}");
+        }
+    }
+
+    #[test]
+    fn silence_ends_a_link_after_two_heartbeats_and_not_before() {
+        let (mut d, mut p) = up();
+        let last = Time(0).plus_ms(999);
+        d.handle_timeout(last);
+        p.handle_timeout(last);
+        let (a, _) = settle(last, &mut d, &mut p);
+        assert!(a.is_empty(), "{a:?}");
+        // Now nothing of the peer comes any more.
+        d.handle_timeout(last.plus_ms(999));
+        assert!(matches!(d.poll_output(), Some(Output::Send(_))));
+        assert!(d.poll_output().is_none());
+        d.handle_timeout(last.plus_ms(1000));
+        let out: Vec<_> = std::iter::from_fn(|| d.poll_output()).collect();
+        assert!(matches!(&out[..], [Output::Lost(w)] if w.kind == ErrorKind::PeerLost), "{out:?}");
+        assert_eq!(d.poll_timeout(), None);
+    }
+
+    #[test]
+    fn a_death_notice_is_confirmed_by_a_probe() {
+        let (mut d, mut p) = up();
+        d.handle_event(Time(0), Event::Suspect("eof".into()));
+        settle(Time(0), &mut d, &mut p);
+        d.handle_timeout(Time(0).plus_ms(51));
+        assert!(d.poll_output().is_none(), "the peer answered");
+        d.handle_event(Time(0), Event::Suspect("eof".into()));
+        d.handle_timeout(Time(0).plus_ms(51));
+        let out: Vec<_> = std::iter::from_fn(|| d.poll_output()).collect();
+        assert!(matches!(&out[..], [Output::Send(_), Output::Lost(_)]), "{out:?}");
+    }
+
+    #[test]
+    fn a_lease_counts_from_the_send_of_the_frame_it_echoes() {
+        let (mut d, mut p) = up();
+        let mut sent = Vec::new();
+        for ms in [1_000u64, 2_000, 3_000] {
+            p.send(Time(0).plus_ms(ms), PeerMsg::Heartbeat);
+            let Some(Output::Send(f)) = p.poll_output() else { panic!() };
+            sent.push(f);
+        }
+        // The decode has seen the second one only, and answers much later.
+        d.handle_event(Time(0).plus_ms(2_500), Event::Frame(sent[1].clone()));
+        let room = crate::ids::RoomId(1);
+        let grant = crate::ids::GrantId(1);
+        d.send(Time(0).plus_ms(9_000), PeerMsg::Renew { room, grant, lease_ms: 1 });
+        let Some(Output::Send(f)) = d.poll_output() else { panic!() };
+        p.handle_event(Time(0).plus_ms(9_100), Event::Frame(f));
+        match p.poll_output() {
+            Some(Output::Deliver { echo_sent, .. }) => {
+                assert_eq!(echo_sent, Time(0).plus_ms(2_000));
+            }
+            o => panic!("{o:?}"),
+        }
+    }
+}

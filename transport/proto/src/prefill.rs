@@ -1,0 +1,1463 @@
+//! The prefill side of every room of one worker.
+//!
+//! Owns: rooms, what of them is final, which parts are in flight on which lane, and what has ended.
+//! In: legs and chunks of the serving engine, offers of decode workers, events of the transfer
+//! engine, time. Out: [`Output`].
+//!
+//! Invariants:
+//! 1. A part is posted only under a live grant, when all of its pages are final; a block is final
+//!    when it is full or the prompt has ended (a page is sent once, when final).
+//! 2. After `Quiesce` nothing more is posted for the grant.
+//! 3. Source blocks are released with the engine's proof `Q` that nothing posted can land.
+//! 4. The decode decides how a room ends. Without its word the room ends `Unknown`, never `Done`.
+//! 5. A lease counts from when this side sent the frame that the grant echoes.
+//! 6. Rooms nobody claims, on either side, end at a deadline that names the missing side.
+
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::blocks::BlockList;
+use crate::decode::{Backoff, describe};
+use crate::ended::Memory;
+use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
+use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, Role, RoomId, WorkerKey};
+use crate::layout::Layout;
+use crate::limits;
+use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg, Serve};
+use crate::msg::service::Load;
+use crate::mutant::Mutant;
+use crate::plan::{Grid, Rect};
+use crate::time::{Time, holder_ms};
+
+/// What may be configured. [`PrefillConfig::new`] takes the table in [`limits`].
+#[derive(Clone, Debug)]
+pub struct PrefillConfig {
+    /// Geometry of the pool.
+    pub layout: Layout,
+    /// Blocks of the pool.
+    pub pool_blocks: u32,
+    /// Parts in flight on one lane.
+    pub in_flight_per_lane: u32,
+    /// Tries of one part.
+    pub part_tries_max: u32,
+    /// A lane with parts in flight on which nothing moves for so long is given up.
+    pub part_timeout_ms: u64,
+    /// First wait before a part is tried again.
+    pub retry_ms: u64,
+    /// First wait before a message is repeated.
+    pub resend_ms: u64,
+    /// Longest life of a room.
+    pub room_deadline_ms: u64,
+    /// How long the engine may take to become quiet before source blocks are quarantined.
+    pub quiet_ms: u64,
+    /// Most rooms at a time.
+    pub rooms_max: usize,
+    /// Most offers of one link that no leg has claimed.
+    pub orphans_max: usize,
+    /// Seed of the jitter.
+    pub seed: u64,
+    /// Which defect to show to the simulator.
+    #[cfg(feature = "mutants")]
+    pub mutant: Mutant,
+}
+
+impl PrefillConfig {
+    /// The defaults.
+    pub fn new(layout: Layout, pool_blocks: u32, seed: u64) -> Self {
+        Self {
+            layout,
+            pool_blocks,
+            in_flight_per_lane: limits::PARTS_IN_FLIGHT_PER_LANE,
+            part_tries_max: limits::PART_TRIES_MAX,
+            part_timeout_ms: limits::PART_TIMEOUT_MS,
+            retry_ms: limits::RETRY_MS,
+            resend_ms: limits::RESEND_MS,
+            room_deadline_ms: limits::ROOM_DEADLINE_MS,
+            quiet_ms: limits::FENCE_MS,
+            rooms_max: limits::ROOMS_MAX,
+            orphans_max: limits::ORPHANS_PER_LINK_MAX,
+            seed: seed | 1,
+            #[cfg(feature = "mutants")]
+            mutant: Mutant::None,
+        }
+    }
+}
+
+/// What the serving engine declares ready at once.
+#[derive(Clone, Debug)]
+pub struct Chunk {
+    /// The room.
+    pub room: RoomId,
+    /// Tokens of the prompt; begins where the last chunk of these layers ended.
+    pub tokens: Range<u32>,
+    /// Layers of this rank.
+    pub layers: Range<u32>,
+    /// The blocks that hold `tokens`, from the block of the first to the block of the last.
+    pub blocks: BlockList,
+}
+
+/// What happens to a prefill worker. `Q` is the engine's proof that a grant is quiet.
+#[derive(Debug)]
+pub enum Event<Q> {
+    /// The prefill leg of a request arrived.
+    Attach {
+        /// The room.
+        room: RoomId,
+        /// Tokens of the prompt.
+        tokens: u32,
+        /// The decode that may fetch it; anybody of the cluster if `None`.
+        decode: Option<Identity>,
+        /// The router that placed it, if the request names it: it may abort before the offer.
+        issuer: Option<Identity>,
+        /// The room ends by then, counted from now.
+        deadline_ms: u64,
+    },
+    /// Pages are ready.
+    Chunk(Chunk),
+    /// The serving engine has declared everything.
+    Finish {
+        /// The room.
+        room: RoomId,
+    },
+    /// The serving engine gives the room up.
+    AbortLocal {
+        /// The room.
+        room: RoomId,
+        /// Why.
+        why: Refusal,
+    },
+    /// A router or admin aborts; ask [`Prefill::may_abort`] first.
+    AbortBy {
+        /// Who.
+        from: Identity,
+        /// The room.
+        room: RoomId,
+        /// Why.
+        reason: String,
+    },
+    /// A link is ready for rooms.
+    LinkUp {
+        /// The link.
+        link: LinkId,
+        /// Who is at its other end.
+        peer: WorkerKey,
+        /// Who moves the bytes.
+        path: DataPath,
+        /// Size of a part.
+        part_bytes: u64,
+    },
+    /// A link is lost for good.
+    LinkDown {
+        /// The link.
+        link: LinkId,
+        /// Why.
+        why: Refusal,
+    },
+    /// A decode worker says something.
+    Peer {
+        /// The link.
+        link: LinkId,
+        /// What.
+        msg: PeerMsg,
+        /// When this side sent the frame that the message echoes: leases count from here.
+        echo_sent: Time,
+    },
+    /// The engine: the receiver has a part.
+    Acked {
+        /// The link.
+        link: LinkId,
+        /// The grant.
+        grant: GrantId,
+        /// The part.
+        part: PartId,
+        /// The lane.
+        lane: LaneId,
+    },
+    /// The engine: a part was not taken.
+    Nacked {
+        /// The link.
+        link: LinkId,
+        /// The grant.
+        grant: GrantId,
+        /// The part.
+        part: PartId,
+        /// The lane.
+        lane: LaneId,
+        /// Why.
+        why: Refusal,
+    },
+    /// The engine: a lane works again.
+    LaneUp {
+        /// The link.
+        link: LinkId,
+        /// The lane.
+        lane: LaneId,
+    },
+    /// The engine: a lane does not work; what was in flight on it is in doubt.
+    LaneDown {
+        /// The link.
+        link: LinkId,
+        /// The lane.
+        lane: LaneId,
+    },
+    /// The engine: nothing that was posted for the grant can land, and its source may change.
+    Quiesced {
+        /// The link.
+        link: LinkId,
+        /// The grant.
+        grant: GrantId,
+        /// The proof.
+        proof: Q,
+    },
+    /// No new rooms from here on.
+    Drain,
+}
+
+/// What is to be done, in this order.
+#[derive(Debug)]
+pub enum Output<Q> {
+    /// Send on a link.
+    Send {
+        /// The link.
+        link: LinkId,
+        /// What.
+        msg: PeerMsg,
+    },
+    /// The leg is taken.
+    Attached {
+        /// The room.
+        room: RoomId,
+    },
+    /// The leg, or a chunk of it, is not taken; the room is as it was.
+    Refused {
+        /// The room.
+        room: RoomId,
+        /// Why.
+        why: Error,
+    },
+    /// The chunk is taken; its blocks must not change until the room is released.
+    ChunkTaken {
+        /// The room.
+        room: RoomId,
+    },
+    /// The decode has offered its blocks.
+    Granted {
+        /// The room.
+        room: RoomId,
+        /// The link.
+        link: LinkId,
+        /// The offer, for engines that write themselves.
+        offer: Arc<Offer>,
+        /// Parts of the room.
+        parts: u32,
+    },
+    /// The engine sends a part.
+    Post {
+        /// The link.
+        link: LinkId,
+        /// The grant.
+        grant: GrantId,
+        /// The part.
+        part: PartId,
+        /// The lane.
+        lane: LaneId,
+        /// Layers of the part.
+        layers: Range<u32>,
+        /// Source blocks of the part.
+        ids: Arc<[u32]>,
+    },
+    /// The engine gives a lane up and dials it again.
+    ResetLane {
+        /// The link.
+        link: LinkId,
+        /// The lane.
+        lane: LaneId,
+    },
+    /// The engine stops a grant.
+    Quiesce {
+        /// The link.
+        link: LinkId,
+        /// The grant.
+        grant: GrantId,
+    },
+    /// The source blocks of the room may change: with a proof, or because nothing was ever posted.
+    Released {
+        /// The room.
+        room: RoomId,
+        /// The proof, where a grant was used.
+        proof: Option<Q>,
+    },
+    /// The engine did not become quiet in time: the source blocks stay withheld.
+    Withheld {
+        /// The room.
+        room: RoomId,
+        /// Why.
+        why: Refusal,
+    },
+    /// The room has ended.
+    Ended {
+        /// The room.
+        room: RoomId,
+        /// How, as far as this side knows.
+        outcome: Outcome,
+    },
+}
+
+const NOT_DECLARED: u32 = u32::MAX;
+
+/// The prompt's pages on this side, as far as they are declared.
+#[derive(Debug)]
+struct Source {
+    tokens: u32,
+    /// By block of the prompt.
+    ids: Vec<u32>,
+    /// By layer: tokens declared.
+    done: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PartState {
+    Waiting,
+    Ready,
+    InFlight(LaneId),
+    Acked,
+}
+
+/// A grant that this side holds.
+#[derive(Debug)]
+struct Held {
+    link: LinkId,
+    peer: Identity,
+    path: DataPath,
+    offer: Arc<Offer>,
+    grid: Grid,
+    /// First block of the prompt that is wanted.
+    first_block: u32,
+    parts: Vec<PartState>,
+    unacked: u32,
+    ready: VecDeque<PartId>,
+    later: BTreeSet<(Time, PartId)>,
+    tries: HashMap<PartId, u32>,
+    lanes: Vec<HeldLane>,
+    lease_until: Time,
+    /// A lane was lost with writes in flight: this side's word is not enough.
+    tainted: bool,
+    serve: Option<(Serve, Backoff)>,
+    serves: u32,
+}
+
+#[derive(Debug)]
+struct HeldLane {
+    id: LaneId,
+    in_flight: u32,
+    progress: Time,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Phase {
+    /// No grant yet, or posting.
+    Running,
+    /// The engine becomes quiet; blocks are withheld if it is not by `until`.
+    Quieting { until: Time },
+    /// The engine is quiet; the decode's word is awaited.
+    Quiet,
+}
+
+#[derive(Debug)]
+struct Room {
+    source: Option<Source>,
+    decode: Option<Identity>,
+    issuer: Option<Identity>,
+    held: Option<Held>,
+    phase: Phase,
+    /// Repeats `Quiesced` or `Abort` until the decode has spoken.
+    resend: Option<(PeerMsg, Backoff)>,
+    /// The decode has decided, or this side cannot hear it any more.
+    outcome: Option<Outcome>,
+    released: bool,
+    deadline: Time,
+    armed: Option<Time>,
+}
+
+#[derive(Debug)]
+struct Link {
+    peer: WorkerKey,
+    path: DataPath,
+    part_bytes: u64,
+    down: HashSet<LaneId>,
+    orphans: usize,
+}
+
+/// The machine.
+#[derive(Debug)]
+pub struct Prefill<Q> {
+    config: PrefillConfig,
+    rooms: HashMap<RoomId, Room>,
+    by_grant: HashMap<(LinkId, GrantId), RoomId>,
+    links: HashMap<LinkId, Link>,
+    timers: BTreeSet<(Time, RoomId)>,
+    /// How rooms ended, and whether a prefill leg has heard it.
+    ended: Memory<RoomId, (Outcome, bool)>,
+    draining: bool,
+    withheld_rooms: u32,
+    retries: u64,
+    rng: u64,
+    out: VecDeque<Output<Q>>,
+}
+
+impl<Q> Prefill<Q> {
+    /// A worker without rooms.
+    pub fn new(config: PrefillConfig) -> Self {
+        Self {
+            rng: config.seed,
+            config,
+            rooms: HashMap::new(),
+            by_grant: HashMap::new(),
+            links: HashMap::new(),
+            timers: BTreeSet::new(),
+            ended: Memory::new(limits::TOMBSTONES_MAX),
+            draining: false,
+            withheld_rooms: 0,
+            retries: 0,
+            out: VecDeque::new(),
+        }
+    }
+
+    fn broken(&self, mutant: Mutant) -> bool {
+        #[cfg(feature = "mutants")]
+        return self.config.mutant == mutant;
+        #[cfg(not(feature = "mutants"))]
+        {
+            let _ = mutant;
+            false
+        }
+    }
+
+    /// The next thing to do; call until it is `None` after every event and timeout.
+    pub fn poll_output(&mut self) -> Option<Output<Q>> {
+        self.out.pop_front()
+    }
+    /// When to call [`Prefill::handle_timeout`] next; ask again after every event.
+    pub fn poll_timeout(&self) -> Option<Time> {
+        self.timers.first().map(|t| t.0)
+    }
+    /// How busy the worker is.
+    pub fn load(&self) -> Load {
+        Load {
+            rooms: self.rooms.len() as u32,
+            queued: self.rooms.values().filter(|r| r.held.is_none()).count() as u32,
+            free_lanes: 0,
+            quarantined_blocks: self.withheld_rooms,
+            draining: self.draining,
+        }
+    }
+    /// Rooms that have not ended.
+    pub fn active(&self) -> usize {
+        self.rooms.len()
+    }
+    /// Parts that were sent more than once.
+    pub fn retries(&self) -> u64 {
+        self.retries
+    }
+
+    /// Whether somebody may abort a room: an admin, or the router that placed it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unauthorized`] naming both, [`ErrorKind::NotFound`].
+    pub fn may_abort(&self, room: RoomId, from: &Identity) -> Result<()> {
+        let Some(r) = self.rooms.get(&room) else {
+            return Err(Error::new(ErrorKind::NotFound, "no such room").with("room", room));
+        };
+        let offered = r.held.as_ref().and_then(|h| h.offer.issuer.as_ref());
+        let issuer = offered.or(r.issuer.as_ref());
+        if from.role == Role::Admin || (from.role == Role::Router && issuer == Some(from)) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Unauthorized, "the room is another router's")
+            .with("room", room)
+            .with("caller", from)
+            .with("issuer", issuer.map_or("not known".into(), ToString::to_string)))
+    }
+
+    /// Takes one event.
+    pub fn handle_event(&mut self, now: Time, event: Event<Q>) {
+        match event {
+            Event::Attach { room, tokens, decode, issuer, deadline_ms } => {
+                match self.attach(now, room, tokens, decode, deadline_ms) {
+                    Ok(()) => {
+                        if let Some(r) = self.rooms.get_mut(&room) {
+                            r.issuer = issuer;
+                        }
+                        self.claimed(now, room);
+                    }
+                    Err(why) => self.out.push_back(Output::Refused { room, why }),
+                }
+            }
+            Event::Chunk(chunk) => {
+                let room = chunk.room;
+                match self.chunk(chunk) {
+                    Ok(fresh) => {
+                        self.out.push_back(Output::ChunkTaken { room });
+                        self.make_ready(room, &fresh);
+                        self.pump(now, room);
+                    }
+                    Err(why) => self.out.push_back(Output::Refused { room, why }),
+                }
+            }
+            Event::Finish { room } => self.finish(now, room),
+            Event::AbortLocal { room, why } => self.give_up(now, room, why),
+            Event::AbortBy { from, room, reason } => {
+                if self.rooms.contains_key(&room) {
+                    let why = Error::new(ErrorKind::Aborted, "aborted at the prefill leg")
+                        .with("by", from)
+                        .with("reason", reason.chars().take(200).collect::<String>());
+                    self.give_up(now, room, why.to_refusal());
+                }
+            }
+            Event::LinkUp { link, peer, path, part_bytes } => {
+                let down = HashSet::new();
+                self.links.insert(link, Link { peer, path, part_bytes, down, orphans: 0 });
+            }
+            Event::LinkDown { link, why } => self.link_down(now, link, &why),
+            Event::Peer { link, msg, echo_sent } => self.peer(now, link, msg, echo_sent),
+            Event::Acked { link, grant, part, lane } => self.acked(now, link, grant, part, lane),
+            Event::Nacked { link, grant, part, lane, why } => {
+                if let Some(&room) = self.by_grant.get(&(link, grant)) {
+                    self.try_again(now, room, &[(part, lane)], &why);
+                    self.pump(now, room);
+                }
+            }
+            Event::LaneUp { link, lane } => {
+                if let Some(l) = self.links.get_mut(&link) {
+                    l.down.remove(&lane);
+                }
+                for room in self.rooms_of(link) {
+                    self.pump(now, room);
+                }
+            }
+            Event::LaneDown { link, lane } => self.lane_down(now, link, lane),
+            Event::Quiesced { link, grant, proof } => self.quiesced(now, link, grant, proof),
+            Event::Drain => self.draining = true,
+        }
+    }
+
+    /// Does what is due. Harmless at any time.
+    pub fn handle_timeout(&mut self, now: Time) {
+        while let Some(&(at, room)) = self.timers.first() {
+            if at > now {
+                break;
+            }
+            self.timers.pop_first();
+            if let Some(r) = self.rooms.get_mut(&room) {
+                r.armed = None;
+            }
+            self.tick(now, room);
+            self.rearm(room);
+        }
+    }
+
+    // ---- the serving engine's side --------------------------------------------------------
+
+    fn attach(
+        &mut self,
+        now: Time,
+        room: RoomId,
+        tokens: u32,
+        decode: Option<Identity>,
+        deadline_ms: u64,
+    ) -> Result<()> {
+        if room > RoomId::MAX {
+            return Err(
+                Error::new(ErrorKind::Malformed, "room number exceeds 2^63-1").with("room", room)
+            );
+        }
+        let blocks = self.config.layout.blocks_for(tokens);
+        if blocks > self.config.pool_blocks || blocks > limits::BLOCKS_PER_ROOM_MAX {
+            return Err(Error::new(ErrorKind::NeverFits, "the room has more blocks than the pool")
+                .with("tokens", tokens)
+                .with("blocks", blocks)
+                .with("pool_blocks", self.config.pool_blocks.min(limits::BLOCKS_PER_ROOM_MAX)));
+        }
+        let source = Source {
+            tokens,
+            ids: vec![NOT_DECLARED; blocks as usize],
+            done: vec![0; self.config.layout.layers as usize],
+        };
+        let deadline = now.plus_ms(deadline_ms.min(self.config.room_deadline_ms));
+        match self.rooms.get_mut(&room) {
+            Some(r) if r.source.is_some() => {
+                Err(Error::new(ErrorKind::DuplicateRoom, "the room has a prefill leg already")
+                    .with("room", room))
+            }
+            // The offer came first.
+            Some(r) => {
+                let offered = r.held.as_ref().map(|h| (&h.peer, h.offer.span.tokens));
+                if let (Some(want), Some((from, _))) = (&decode, offered)
+                    && want != from
+                {
+                    return Err(Error::new(ErrorKind::Unauthorized, "offered by another decode")
+                        .with("expected", want)
+                        .with("found", from));
+                }
+                if let Some((_, offered)) = offered.filter(|o| o.1 != tokens) {
+                    return Err(Error::new(ErrorKind::InvalidPlan, "prompt lengths differ")
+                        .with("prefill_tokens", tokens)
+                        .with("decode_tokens", offered)
+                        .hint("both legs must carry the same prompt"));
+                }
+                if let Some(h) = &r.held
+                    && let Some(link) = self.links.get_mut(&h.link)
+                {
+                    link.orphans = link.orphans.saturating_sub(1);
+                }
+                r.source = Some(source);
+                r.decode = decode;
+                r.deadline = deadline;
+                Ok(())
+            }
+            None => {
+                match self.ended.get(&room) {
+                    // It ended before its leg came, which hears of it once.
+                    Some((_, false)) => return Ok(()),
+                    Some((outcome, true)) => {
+                        return Err(Error::new(ErrorKind::RoomEnded, "the room has ended")
+                            .with("room", room)
+                            .with("outcome", describe(outcome)));
+                    }
+                    None => {}
+                }
+                if self.draining {
+                    return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
+                        .blamed(Blame::Prefill)
+                        .hint("use another prefill worker"));
+                }
+                if self.rooms.len() >= self.config.rooms_max {
+                    return Err(Error::new(ErrorKind::Busy, "the prefill worker is full")
+                        .with("rooms", self.rooms.len())
+                        .with("rooms_max", self.config.rooms_max)
+                        .blamed(Blame::Prefill));
+                }
+                self.rooms.insert(room, Room::new(Some(source), decode, deadline));
+                Ok(())
+            }
+        }
+    }
+
+    fn claimed(&mut self, now: Time, room: RoomId) {
+        self.out.push_back(Output::Attached { room });
+        if !self.rooms.contains_key(&room)
+            && let Some((outcome, _)) = self.ended.get(&room).cloned()
+        {
+            self.ended.insert(room, (outcome.clone(), true));
+            self.out.push_back(Output::Released { room, proof: None });
+            self.out.push_back(Output::Ended { room, outcome });
+            return;
+        }
+        if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
+            let (link, offer, parts) = (h.link, h.offer.clone(), h.grid.parts());
+            self.out.push_back(Output::Granted { room, link, offer, parts });
+        }
+        // A room without pages has nothing to wait for.
+        self.pump(now, room);
+        self.rearm(room);
+    }
+
+    /// Takes a chunk; returns what became final, as layers × blocks of the prompt.
+    fn chunk(&mut self, chunk: Chunk) -> Result<Rect> {
+        let early = self.broken(Mutant::NotFinal);
+        let (page_tokens, layers, pool) =
+            (self.config.layout.page_tokens, self.config.layout.layers, self.config.pool_blocks);
+        let bad = |why: &str| {
+            Error::new(ErrorKind::InvalidPlan, why.to_string())
+                .with("room", chunk.room)
+                .with("tokens", format!("{:?}", chunk.tokens))
+                .with("layers", format!("{:?}", chunk.layers))
+        };
+        let Some(r) = self.rooms.get_mut(&chunk.room) else {
+            return Err(match self.ended.get(&chunk.room) {
+                Some((outcome, _)) => Error::new(ErrorKind::RoomEnded, "the room has ended")
+                    .with("room", chunk.room)
+                    .with("outcome", describe(outcome)),
+                None => Error::new(ErrorKind::NotFound, "no such room").with("room", chunk.room),
+            });
+        };
+        if r.phase != Phase::Running {
+            return Err(
+                Error::new(ErrorKind::RoomEnded, "the room is ending").with("room", chunk.room)
+            );
+        }
+        let prefix = r.held.as_ref().map_or(0, |h| h.offer.span.prefix_tokens);
+        let Some(source) = &mut r.source else {
+            return Err(Error::new(ErrorKind::NotFound, "the room has no prefill leg yet")
+                .with("room", chunk.room));
+        };
+        if chunk.tokens.is_empty() || chunk.tokens.end > source.tokens {
+            return Err(bad("chunk is empty or longer than the prompt")
+                .with("prompt_tokens", source.tokens));
+        }
+        if chunk.layers.is_empty() || chunk.layers.end > layers {
+            return Err(
+                bad("chunk names layers that this rank does not have").with("rank_layers", layers)
+            );
+        }
+        let done = &source.done[chunk.layers.start as usize..chunk.layers.end as usize];
+        // What the decode has already may be left out.
+        if let Some(&at) = done
+            .iter()
+            .find(|&&at| at != chunk.tokens.start && !(at == 0 && chunk.tokens.start == prefix))
+        {
+            return Err(bad("chunk does not begin where the last one ended").with("expected", at));
+        }
+        let first = chunk.tokens.start / page_tokens;
+        let end = chunk.tokens.end.div_ceil(page_tokens);
+        if chunk.blocks.len() != u64::from(end - first) {
+            return Err(bad("wrong number of blocks")
+                .with("found", chunk.blocks.len())
+                .with("expected", end - first));
+        }
+        let ids = chunk.blocks.expand(pool)?;
+        let slots = &mut source.ids[first as usize..end as usize];
+        if let Some((slot, id)) =
+            slots.iter().zip(&ids).find(|(slot, id)| **slot != NOT_DECLARED && slot != id)
+        {
+            return Err(bad("a block of the prompt was declared with another id")
+                .with("before", slot)
+                .with("now", id));
+        }
+        slots.copy_from_slice(&ids);
+        for at in &mut source.done[chunk.layers.start as usize..chunk.layers.end as usize] {
+            *at = chunk.tokens.end;
+        }
+        let last = source.final_blocks(chunk.tokens.end, page_tokens, early);
+        Ok(Rect { layers: chunk.layers, blocks: first..last.max(first) })
+    }
+
+    fn finish(&mut self, now: Time, room: RoomId) {
+        let Some(r) = self.rooms.get(&room) else { return };
+        let Some(source) = &r.source else { return };
+        let prefix = r.held.as_ref().map_or(0, |h| h.offer.span.prefix_tokens);
+        let short = source.done.iter().position(|&d| d.max(prefix) < source.tokens);
+        if let (Phase::Running, Some(layer)) = (&r.phase, short) {
+            let why = Error::new(ErrorKind::Incomplete, "the prefill finished before every page")
+                .with("layer", layer)
+                .with("tokens_declared", source.done[layer])
+                .with("tokens", source.tokens);
+            self.give_up(now, room, why.to_refusal());
+        }
+    }
+
+    // ---- the decode's side ----------------------------------------------------------------
+
+    fn peer(&mut self, now: Time, link: LinkId, msg: PeerMsg, echo_sent: Time) {
+        match msg {
+            PeerMsg::Offer(offer) => {
+                let (room, grant) = (offer.room, offer.grant);
+                match self.offer(now, link, *offer, echo_sent) {
+                    Ok(fresh) => {
+                        let msg = PeerMsg::OfferAck { room, grant };
+                        self.out.push_back(Output::Send { link, msg });
+                        if fresh {
+                            let r = self.rooms.get(&room);
+                            if let Some(h) =
+                                r.filter(|r| r.source.is_some()).and_then(|r| r.held.as_ref())
+                            {
+                                let (offer, parts) = (h.offer.clone(), h.grid.parts());
+                                self.out.push_back(Output::Granted { room, link, offer, parts });
+                            }
+                            self.make_all_ready(room);
+                            self.pump(now, room);
+                        }
+                        self.rearm(room);
+                    }
+                    Err(e) => {
+                        let msg = PeerMsg::Abort { room, grant, why: e.to_refusal() };
+                        self.out.push_back(Output::Send { link, msg });
+                    }
+                }
+            }
+            PeerMsg::Renew { room, grant, lease_ms } => {
+                if let Some(h) = self.held(link, room, grant) {
+                    h.lease_until = h.lease_until.max(echo_sent.plus_ms(holder_ms(lease_ms)));
+                    self.rearm(room);
+                }
+            }
+            PeerMsg::ServeAck { room, grant, serve } => {
+                if let Some(h) = self.held(link, room, grant)
+                    && h.serve.as_ref().is_some_and(|s| s.0.serve == serve)
+                {
+                    h.serve = None;
+                    self.serve_next(now, room);
+                    self.rearm(room);
+                }
+            }
+            PeerMsg::Ended { room, grant, outcome } => {
+                self.decided(now, link, room, grant, outcome)
+            }
+            PeerMsg::Abort { room, grant, why } => {
+                self.decided(now, link, room, grant, Outcome::Failed { why, bytes: 0 });
+            }
+            PeerMsg::Heartbeat
+            | PeerMsg::Probe
+            | PeerMsg::Describe(_)
+            | PeerMsg::Ready
+            | PeerMsg::Bye(_)
+            | PeerMsg::OfferAck { .. }
+            | PeerMsg::Serve(_)
+            | PeerMsg::Quiesced { .. } => {}
+        }
+    }
+
+    fn held(&mut self, link: LinkId, room: RoomId, grant: GrantId) -> Option<&mut Held> {
+        let h = self.rooms.get_mut(&room)?.held.as_mut()?;
+        (h.link == link && h.offer.grant == grant).then_some(h)
+    }
+
+    /// Takes an offer; says whether it is new.
+    fn offer(&mut self, now: Time, link_id: LinkId, offer: Offer, echo_sent: Time) -> Result<bool> {
+        let room = offer.room;
+        let Some(link) = self.links.get_mut(&link_id) else {
+            return Err(Error::new(ErrorKind::PeerLost, "the link is not up"));
+        };
+        let peer = link.peer.identity.clone();
+        if let Some((outcome, _)) = self.ended.get(&room) {
+            return Err(Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
+                .with("room", room)
+                .with("outcome", describe(outcome)));
+        }
+        if room > RoomId::MAX || offer.grant == GrantId::NONE {
+            return Err(Error::new(ErrorKind::Malformed, "bad room or grant number")
+                .with("room", room)
+                .with("grant", offer.grant));
+        }
+        let range = offer.span.blocks(&self.config.layout)?;
+        let grid = Grid::new(&self.config.layout, range.end - range.start, link.part_bytes)?;
+        if offer.blocks.len() != u64::from(grid.blocks()) {
+            return Err(Error::new(ErrorKind::InvalidPlan, "wrong number of blocks in the offer")
+                .with("found", offer.blocks.len())
+                .with("expected", grid.blocks()));
+        }
+        if offer.lanes.is_empty() || offer.lanes.len() > usize::from(limits::LANES_PER_LINK_MAX) {
+            return Err(Error::new(ErrorKind::Malformed, "an offer needs lanes")
+                .with("found", offer.lanes.len()));
+        }
+        match self.rooms.get(&room) {
+            Some(r) => {
+                if let Some(h) = &r.held {
+                    if h.link == link_id && h.offer.grant == offer.grant {
+                        return Ok(false);
+                    }
+                    return Err(Error::new(
+                        ErrorKind::DuplicateRoom,
+                        "the room has a grant already",
+                    )
+                    .with("room", room)
+                    .with("of", &h.peer)
+                    .blamed(Blame::Caller));
+                }
+                if let Some(want) = r.decode.as_ref().filter(|want| **want != peer) {
+                    return Err(Error::new(
+                        ErrorKind::Unauthorized,
+                        "the room is another decode's",
+                    )
+                    .with("expected", want)
+                    .with("found", &peer));
+                }
+                if r.phase != Phase::Running {
+                    return Err(Error::new(ErrorKind::RoomEnded, "the room is ending"));
+                }
+                let tokens = r.source.as_ref().map_or(offer.span.tokens, |s| s.tokens);
+                if tokens != offer.span.tokens {
+                    return Err(Error::new(ErrorKind::InvalidPlan, "prompt lengths differ")
+                        .with("prefill_tokens", tokens)
+                        .with("decode_tokens", offer.span.tokens)
+                        .hint("both legs must carry the same prompt"));
+                }
+            }
+            None => {
+                if self.draining {
+                    return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
+                        .blamed(Blame::Prefill));
+                }
+                let full = self.rooms.len() >= self.config.rooms_max;
+                if full || link.orphans >= self.config.orphans_max {
+                    return Err(Error::new(ErrorKind::Busy, "too many offers wait for their legs")
+                        .with("waiting", link.orphans)
+                        .with("limit", self.config.orphans_max)
+                        .blamed(Blame::Prefill));
+                }
+                link.orphans += 1;
+                let deadline = now.plus_ms(self.config.room_deadline_ms);
+                self.rooms.insert(room, Room::new(None, None, deadline));
+            }
+        }
+        let path = link.path;
+        let lease_until = echo_sent.plus_ms(holder_ms(offer.lease_ms));
+        let lanes = offer
+            .lanes
+            .iter()
+            .map(|&(id, _)| HeldLane { id, in_flight: 0, progress: now })
+            .collect();
+        self.by_grant.insert((link_id, offer.grant), room);
+        if let Some(r) = self.rooms.get_mut(&room) {
+            r.held = Some(Held {
+                link: link_id,
+                peer,
+                path,
+                grid,
+                first_block: range.start,
+                parts: vec![PartState::Waiting; grid.parts() as usize],
+                unacked: grid.parts(),
+                ready: VecDeque::new(),
+                later: BTreeSet::new(),
+                tries: HashMap::new(),
+                lanes,
+                lease_until,
+                tainted: false,
+                serve: None,
+                serves: 0,
+                offer: Arc::new(offer),
+            });
+        }
+        Ok(true)
+    }
+
+    /// The decode has decided.
+    fn decided(&mut self, now: Time, link: LinkId, room: RoomId, grant: GrantId, outcome: Outcome) {
+        let quiet = PeerMsg::Quiesced { room, grant, clean: true };
+        let Some(l) = self.links.get(&link) else { return };
+        let Some(r) = self.rooms.get_mut(&room) else {
+            // Nothing of it is here, so nothing of it can land. A leg that comes later learns it.
+            if self.ended.get(&room).is_none() {
+                self.ended.insert(room, (outcome, false));
+            }
+            self.out.push_back(Output::Send { link, msg: quiet });
+            return;
+        };
+        match &r.held {
+            Some(h) if h.link == link && h.offer.grant == grant => {}
+            // The offer was overtaken or never made. Done it cannot be without one.
+            None if !outcome.is_done()
+                && r.decode.as_ref().is_none_or(|d| *d == l.peer.identity) => {}
+            _ => {
+                self.out.push_back(Output::Send { link, msg: quiet });
+                return;
+            }
+        }
+        if r.held.is_none() {
+            self.out.push_back(Output::Send { link, msg: quiet });
+        }
+        r.outcome.get_or_insert(outcome);
+        r.resend = None;
+        match r.phase {
+            Phase::Running => self.quiesce(now, room),
+            Phase::Quieting { .. } => {}
+            Phase::Quiet => {
+                self.say_quiet(room);
+                self.end(room);
+            }
+        }
+    }
+
+    // ---- parts ----------------------------------------------------------------------------
+
+    fn rooms_of(&self, link: LinkId) -> Vec<RoomId> {
+        let mut rooms: Vec<RoomId> =
+            self.by_grant.iter().filter(|(k, _)| k.0 == link).map(|(_, &r)| r).collect();
+        rooms.sort_unstable();
+        rooms
+    }
+
+    fn make_all_ready(&mut self, room: RoomId) {
+        let all = Rect { layers: 0..u32::MAX, blocks: 0..u32::MAX };
+        self.make_ready(room, &all);
+    }
+
+    /// Marks the parts that touch `fresh` (blocks of the prompt) and are final throughout.
+    fn make_ready(&mut self, room: RoomId, fresh: &Rect) {
+        let early = self.broken(Mutant::NotFinal);
+        let page_tokens = self.config.layout.page_tokens;
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
+        let shift = |b: u32| b.saturating_sub(h.first_block);
+        let here = Rect {
+            layers: fresh.layers.clone(),
+            blocks: shift(fresh.blocks.start)..shift(fresh.blocks.end),
+        };
+        // A part that ends in a block which has just become final may begin before it.
+        for part in h.grid.touching(&here) {
+            let Some(state) = h.parts.get_mut(part.0 as usize) else { continue };
+            let Ok(rect) = h.grid.rect(part) else { continue };
+            let end = rect.blocks.end + h.first_block;
+            let ready = rect.layers.clone().all(|l| {
+                source
+                    .done
+                    .get(l as usize)
+                    .is_some_and(|&t| source.final_blocks(t, page_tokens, early) >= end)
+            });
+            if ready && *state == PartState::Waiting {
+                *state = PartState::Ready;
+                h.ready.push_back(part);
+            }
+        }
+    }
+
+    /// Posts what may be posted, and ends the posting when all is acknowledged.
+    fn pump(&mut self, now: Time, room: RoomId) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if r.phase != Phase::Running {
+            return;
+        }
+        let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
+        if h.path == DataPath::Puller {
+            self.serve_next(now, room);
+            self.rearm(room);
+            return;
+        }
+        let Some(link) = self.links.get(&h.link) else { return };
+        while let Some(&(at, part)) = h.later.first() {
+            if at > now {
+                break;
+            }
+            h.later.pop_first();
+            h.ready.push_back(part);
+        }
+        let credit = h.offer.credit_parts;
+        while !h.ready.is_empty() {
+            let total: u32 = h.lanes.iter().map(|l| l.in_flight).sum();
+            let free = h
+                .lanes
+                .iter_mut()
+                .filter(|l| l.in_flight < self.config.in_flight_per_lane)
+                .filter(|l| !link.down.contains(&l.id))
+                .min_by_key(|l| l.in_flight);
+            let Some(lane) = free.filter(|_| total < credit) else { break };
+            let Some(part) = h.ready.pop_front() else { break };
+            if h.parts[part.0 as usize] != PartState::Ready {
+                continue;
+            }
+            let Ok(rect) = h.grid.rect(part) else { continue };
+            if lane.in_flight == 0 {
+                lane.progress = now;
+            }
+            lane.in_flight += 1;
+            h.parts[part.0 as usize] = PartState::InFlight(lane.id);
+            let from = (h.first_block + rect.blocks.start) as usize;
+            let to = (h.first_block + rect.blocks.end) as usize;
+            self.out.push_back(Output::Post {
+                link: h.link,
+                grant: h.offer.grant,
+                part,
+                lane: lane.id,
+                layers: rect.layers,
+                ids: source.ids[from..to].into(),
+            });
+        }
+        if h.unacked == 0 {
+            self.quiesce(now, room);
+        } else {
+            self.rearm(room);
+        }
+    }
+
+    /// On pull engines: offers to serve what is ready, one serve at a time.
+    fn serve_next(&mut self, now: Time, room: RoomId) {
+        let resend_ms = self.config.resend_ms;
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
+        if r.phase != Phase::Running || h.serve.is_some() || h.ready.is_empty() {
+            return;
+        }
+        let mut numbers: Vec<u32> = h.ready.drain(..).map(|p| p.0).collect();
+        numbers.sort_unstable();
+        let mut parts: Vec<(u32, u32)> = Vec::new();
+        let (mut start, mut end) = (u32::MAX, 0);
+        for n in numbers {
+            if let Ok(rect) = h.grid.rect(PartId(n)) {
+                (start, end) = (start.min(rect.blocks.start), end.max(rect.blocks.end));
+            }
+            match parts.last_mut() {
+                Some((first, count)) if *first + *count == n => *count += 1,
+                _ => parts.push((n, 1)),
+            }
+        }
+        let from = (h.first_block + start) as usize;
+        let to = (h.first_block + end) as usize;
+        let serve = Serve {
+            room,
+            grant: h.offer.grant,
+            serve: h.serves,
+            parts,
+            first_block: start,
+            blocks: BlockList::from_ids(&source.ids[from..to]),
+            word: 0,
+            word_value: h.offer.grant.0,
+        };
+        h.serves += 1;
+        let msg = PeerMsg::Serve(Box::new(serve.clone()));
+        self.out.push_back(Output::Send { link: h.link, msg });
+        h.serve = Some((serve, Backoff::new(now, resend_ms)));
+    }
+
+    fn acked(&mut self, now: Time, link: LinkId, grant: GrantId, part: PartId, lane: LaneId) {
+        let Some(&room) = self.by_grant.get(&(link, grant)) else { return };
+        let Some(h) = self.rooms.get_mut(&room).and_then(|r| r.held.as_mut()) else { return };
+        let Some(state) = h.parts.get_mut(part.0 as usize) else { return };
+        if *state == PartState::InFlight(lane)
+            && let Some(l) = h.lanes.iter_mut().find(|l| l.id == lane)
+        {
+            l.in_flight = l.in_flight.saturating_sub(1);
+            l.progress = now;
+        }
+        if *state != PartState::Acked {
+            // An ack of an earlier try counts: the bytes are in place.
+            let waits = matches!(*state, PartState::InFlight(other) if other != lane);
+            if waits {
+                return;
+            }
+            // It may still stand in `ready` or `later`; it is skipped there.
+            *state = PartState::Acked;
+            h.unacked -= 1;
+        }
+        self.pump(now, room);
+    }
+
+    /// Parts that came back unsent or in doubt go out again, later, or the room fails.
+    fn try_again(&mut self, now: Time, room: RoomId, parts: &[(PartId, LaneId)], why: &Refusal) {
+        let (retry_ms, tries_max) = (self.config.retry_ms, self.config.part_tries_max);
+        let mut rng = self.rng;
+        let mut hopeless = None;
+        let Some(h) = self.rooms.get_mut(&room).and_then(|r| r.held.as_mut()) else { return };
+        for &(part, lane) in parts {
+            let Some(state) = h.parts.get_mut(part.0 as usize) else { continue };
+            if *state != PartState::InFlight(lane) {
+                continue;
+            }
+            *state = PartState::Ready;
+            if let Some(l) = h.lanes.iter_mut().find(|l| l.id == lane) {
+                l.in_flight = l.in_flight.saturating_sub(1);
+                l.progress = now;
+            }
+            let tries = h.tries.entry(part).or_insert(0);
+            *tries += 1;
+            if *tries >= tries_max {
+                hopeless = Some((part, *tries));
+            }
+            rng ^= rng << 13;
+            rng ^= rng >> 7;
+            rng ^= rng << 17;
+            let wait = (retry_ms << (*tries - 1).min(10)).clamp(1, limits::RETRY_MAX_MS);
+            h.later.insert((now.plus_ms(wait / 2 + rng % (wait / 2 + 1)), part));
+            self.retries += 1;
+        }
+        self.rng = rng;
+        if let Some((part, tries)) = hopeless {
+            let why = Error::new(ErrorKind::NoPath, "a part could not be sent")
+                .with("part", part.0)
+                .with("tries", tries)
+                .with("last", why);
+            self.give_up(now, room, why.to_refusal());
+        }
+        self.rearm(room);
+    }
+
+    fn lane_down(&mut self, now: Time, link: LinkId, lane: LaneId) {
+        let Some(l) = self.links.get_mut(&link) else { return };
+        l.down.insert(lane);
+        let why = Refusal::new(ErrorKind::NoPath, "the lane was lost");
+        for room in self.rooms_of(link) {
+            let Some(h) = self.rooms.get_mut(&room).and_then(|r| r.held.as_mut()) else { continue };
+            let lost: Vec<(PartId, LaneId)> = h
+                .parts
+                .iter()
+                .enumerate()
+                .filter(|(_, s)| **s == PartState::InFlight(lane))
+                .map(|(n, _)| (PartId(n as u32), lane))
+                .collect();
+            if h.lanes.iter().any(|l| l.id == lane) && h.path == DataPath::OneSided {
+                h.tainted = true;
+            }
+            if !lost.is_empty() {
+                self.try_again(now, room, &lost, &why);
+            }
+            self.pump(now, room);
+        }
+    }
+
+    // ---- ends -----------------------------------------------------------------------------
+
+    /// Stops posting. Without a grant there is nothing to stop.
+    fn quiesce(&mut self, now: Time, room: RoomId) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if r.phase != Phase::Running {
+            return;
+        }
+        match &r.held {
+            Some(h) => {
+                r.phase = Phase::Quieting { until: now.plus_ms(self.config.quiet_ms) };
+                let (link, grant) = (h.link, h.offer.grant);
+                self.out.push_back(Output::Quiesce { link, grant });
+                self.rearm(room);
+            }
+            None => {
+                r.phase = Phase::Quiet;
+                r.released = true;
+                self.out.push_back(Output::Released { room, proof: None });
+                self.end(room);
+            }
+        }
+    }
+
+    fn quiesced(&mut self, now: Time, link: LinkId, grant: GrantId, proof: Q) {
+        let Some(&room) = self.by_grant.get(&(link, grant)) else { return };
+        let resend_ms = self.config.resend_ms;
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if !r.released {
+            r.released = true;
+            self.out.push_back(Output::Released { room, proof: Some(proof) });
+        }
+        r.phase = Phase::Quiet;
+        self.say_quiet(room);
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if r.outcome.is_some() {
+            self.end(room);
+        } else {
+            if r.resend.is_none()
+                && let Some(h) = &r.held
+            {
+                let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted };
+                r.resend = Some((msg, Backoff::new(now, resend_ms)));
+            }
+            self.rearm(room);
+        }
+    }
+
+    fn say_quiet(&mut self, room: RoomId) {
+        if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
+            let msg = PeerMsg::Quiesced { room, grant: h.offer.grant, clean: !h.tainted };
+            self.out.push_back(Output::Send { link: h.link, msg });
+        }
+    }
+
+    /// This side wants the room to end; the decode decides, where it knows of it.
+    fn give_up(&mut self, now: Time, room: RoomId, why: Refusal) {
+        let resend_ms = self.config.resend_ms;
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if r.outcome.is_some() || matches!(r.resend, Some((PeerMsg::Abort { .. }, _))) {
+            return;
+        }
+        let to = match &r.held {
+            Some(h) => Some((h.link, h.offer.grant)),
+            None => r.decode.as_ref().and_then(|d| {
+                self.links
+                    .iter()
+                    .find(|(_, l)| l.peer.identity == *d)
+                    .map(|(&id, _)| (id, GrantId::NONE))
+            }),
+        };
+        if let Some((link, grant)) = to {
+            let msg = PeerMsg::Abort { room, grant, why: why.clone() };
+            self.out.push_back(Output::Send { link, msg: msg.clone() });
+            r.resend = Some((msg, Backoff::new(now, resend_ms)));
+        }
+        if r.held.is_none() {
+            r.outcome = Some(Outcome::Failed { why, bytes: 0 });
+        }
+        self.quiesce(now, room);
+        self.rearm(room);
+    }
+
+    fn end(&mut self, room: RoomId) {
+        let Some(r) = self.rooms.get(&room) else { return };
+        if r.outcome.is_none() || !r.released && matches!(r.phase, Phase::Quieting { .. }) {
+            return;
+        }
+        let Some(r) = self.rooms.remove(&room) else { return };
+        if let Some(at) = r.armed {
+            self.timers.remove(&(at, room));
+        }
+        if let Some(h) = &r.held {
+            self.by_grant.remove(&(h.link, h.offer.grant));
+            if r.source.is_none()
+                && let Some(l) = self.links.get_mut(&h.link)
+            {
+                l.orphans = l.orphans.saturating_sub(1);
+            }
+        }
+        if let Some(outcome) = r.outcome {
+            self.ended.insert(room, (outcome.clone(), r.source.is_some()));
+            self.out.push_back(Output::Ended { room, outcome });
+        }
+    }
+
+    fn link_down(&mut self, now: Time, id: LinkId, why: &Refusal) {
+        let Some(link) = self.links.remove(&id) else { return };
+        let waits: Vec<RoomId> = self
+            .rooms
+            .iter()
+            .filter(|(_, r)| r.held.is_none() && r.decode.as_ref() == Some(&link.peer.identity))
+            .map(|(&room, _)| room)
+            .collect();
+        for room in self.rooms_of(id).into_iter().chain(waits) {
+            let Some(r) = self.rooms.get_mut(&room) else { continue };
+            r.resend = None;
+            if r.outcome.is_none() {
+                r.outcome = Some(match &r.held {
+                    Some(_) => Outcome::Unknown { why: why.clone() },
+                    None => Outcome::Failed { why: why.clone(), bytes: 0 },
+                });
+            }
+            match r.phase {
+                Phase::Running => self.quiesce(now, room),
+                Phase::Quieting { .. } => {}
+                Phase::Quiet => self.end(room),
+            }
+        }
+    }
+
+    // ---- time -----------------------------------------------------------------------------
+
+    fn rearm(&mut self, room: RoomId) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let mut next = match r.phase {
+            Phase::Quieting { until } => until,
+            _ => r.deadline,
+        };
+        if let Some((_, resend)) = &r.resend {
+            next = next.min(resend.at);
+        }
+        if let (Phase::Running, Some(h)) = (&r.phase, &r.held) {
+            next = next.min(h.lease_until);
+            if let Some((at, _)) = h.later.first() {
+                next = next.min(*at);
+            }
+            if let Some((_, resend)) = &h.serve {
+                next = next.min(resend.at);
+            }
+            for lane in h.lanes.iter().filter(|l| l.in_flight > 0) {
+                next = next.min(lane.progress.plus_ms(self.config.part_timeout_ms));
+            }
+        }
+        if r.armed != Some(next) {
+            if let Some(at) = r.armed {
+                self.timers.remove(&(at, room));
+            }
+            r.armed = Some(next);
+            self.timers.insert((next, room));
+        }
+    }
+
+    fn tick(&mut self, now: Time, room: RoomId) {
+        let part_timeout_ms = self.config.part_timeout_ms;
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if let Some((msg, resend)) = &mut r.resend
+            && now >= resend.at
+        {
+            resend.again(now);
+            let msg = msg.clone();
+            let link = r.held.as_ref().map(|h| h.link).or_else(|| {
+                let decode = r.decode.as_ref()?;
+                self.links.iter().find(|(_, l)| l.peer.identity == *decode).map(|(&id, _)| id)
+            });
+            if let Some(link) = link {
+                self.out.push_back(Output::Send { link, msg });
+            }
+        }
+        match &mut r.phase {
+            Phase::Quieting { until } if now >= *until => {
+                let why = Error::new(ErrorKind::Quarantined, "the engine does not become quiet")
+                    .with("room", room)
+                    .with("quiet_ms", self.config.quiet_ms)
+                    .blamed(Blame::Prefill)
+                    .to_refusal();
+                self.withheld_rooms += 1;
+                r.phase = Phase::Quiet;
+                r.released = true;
+                r.outcome.get_or_insert(Outcome::Unknown { why: why.clone() });
+                if let Some(h) = &mut r.held {
+                    h.tainted = true;
+                }
+                self.out.push_back(Output::Withheld { room, why });
+                self.say_quiet(room);
+                self.end(room);
+            }
+            Phase::Running if now >= r.deadline => {
+                let missing = match (&r.source, &r.held) {
+                    (None, _) => "prefill leg",
+                    (_, None) => "decode's offer",
+                    (_, Some(_)) => "pages or acknowledgements",
+                };
+                let blame = match missing {
+                    "decode's offer" => Blame::Decode,
+                    _ => Blame::Prefill,
+                };
+                let why = Error::new(ErrorKind::DeadlineExceeded, "the room's deadline has passed")
+                    .with("missing", missing)
+                    .blamed(blame);
+                r.deadline = now.plus_ms(self.config.room_deadline_ms);
+                self.give_up(now, room, why.to_refusal());
+            }
+            Phase::Running => {
+                let Some(h) = &mut r.held else { return };
+                if now >= h.lease_until {
+                    let why = Error::new(ErrorKind::LeaseExpired, "the grant was not renewed")
+                        .with("lease_ms", h.offer.lease_ms)
+                        .blamed(Blame::Decode);
+                    self.give_up(now, room, why.to_refusal());
+                    return;
+                }
+                if let Some((serve, resend)) = &mut h.serve
+                    && now >= resend.at
+                {
+                    resend.again(now);
+                    let msg = PeerMsg::Serve(Box::new(serve.clone()));
+                    self.out.push_back(Output::Send { link: h.link, msg });
+                }
+                for lane in h.lanes.iter_mut().filter(|l| l.in_flight > 0) {
+                    if now >= lane.progress.plus_ms(part_timeout_ms) {
+                        lane.progress = now;
+                        self.out.push_back(Output::ResetLane { link: h.link, lane: lane.id });
+                    }
+                }
+                self.pump(now, room);
+            }
+            // The decode never spoke.
+            Phase::Quiet if now >= r.deadline => {
+                let why = Error::new(ErrorKind::DeadlineExceeded, "the decode did not decide")
+                    .with("missing", "decode's decision")
+                    .blamed(Blame::Decode);
+                r.outcome.get_or_insert(Outcome::Unknown { why: why.to_refusal() });
+                self.end(room);
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Source {
+    /// Blocks at the start of the prompt that are final once `tokens` are declared.
+    fn final_blocks(&self, tokens: u32, page_tokens: u32, early: bool) -> u32 {
+        if tokens == self.tokens || early {
+            tokens.div_ceil(page_tokens)
+        } else {
+            tokens / page_tokens
+        }
+    }
+}
+
+impl Room {
+    fn new(source: Option<Source>, decode: Option<Identity>, deadline: Time) -> Self {
+        Self {
+            source,
+            decode,
+            issuer: None,
+            held: None,
+            phase: Phase::Running,
+            resend: None,
+            outcome: None,
+            released: false,
+            deadline,
+            armed: None,
+        }
+    }
+}
