@@ -1,5 +1,7 @@
 //! The service for real, on loopback: what its clients see.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
 use std::net::SocketAddr;
 use std::time::Duration;
 

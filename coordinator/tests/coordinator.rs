@@ -1,5 +1,7 @@
 //! The coordinator against the real service and workers that answer calls from a script.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
