@@ -5,6 +5,8 @@
 //! KVLANE_GOLDEN=write cargo test -p kvlane-transport --test golden_bytes
 //! ```
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use std::fmt::Write;
@@ -46,8 +48,7 @@ fn every_variant_has_the_bytes_it_had() {
         std::fs::write(file(), format!("{HEADER}{}\n", now.join("\n"))).unwrap();
     }
     let text = std::fs::read_to_string(file()).unwrap();
-    let golden: Vec<&str> =
-        text.lines().filter(|l| !l.starts_with('#') && !l.is_empty()).collect();
+    let golden: Vec<&str> = text.lines().filter(|l| !l.starts_with('#') && !l.is_empty()).collect();
     for (now, golden) in now.iter().zip(&golden) {
         assert_eq!(now, golden, "a message's bytes have changed; see the head of this file");
     }

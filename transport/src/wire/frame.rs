@@ -171,3 +171,41 @@ pub async fn write_frame<M: Message, W: AsyncWrite + Unpin>(
         .await
         .map_err(|e| Error::new(ErrorKind::Io, "frame cannot be written").caused_by(e))
 }
+
+#[cfg(test)]
+mod tests {
+    use kvlane_proto::limits::FRAME_BYTES_MAX;
+    use kvlane_proto::msg::peer::{PeerFrame, PeerMsg};
+
+    use super::*;
+
+    fn beat(seq: u64) -> PeerFrame {
+        PeerFrame { seq, echo: 0, msg: PeerMsg::Heartbeat }
+    }
+
+    #[tokio::test]
+    async fn a_claimed_length_allocates_only_what_arrives() {
+        let mut frame = vec![MAGIC, PeerFrame::FAMILY];
+        frame.extend((FRAME_BYTES_MAX as u32).to_le_bytes());
+        frame.extend([0; 100]);
+        let mut reader = FrameReader::new(frame.as_slice());
+        let e = reader.next::<PeerFrame>(FRAME_BYTES_MAX).await.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Malformed);
+        assert_eq!(reader.body.len(), 100);
+        assert!(reader.body.capacity() <= 4 * GROW_BYTES, "{}", reader.body.capacity());
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_is_dropped_mid_frame_loses_nothing() {
+        let (mut ours, theirs) = tokio::io::duplex(1024);
+        let mut reader = FrameReader::new(theirs);
+        for (i, byte) in message::seal(&beat(3)).unwrap().into_iter().enumerate() {
+            let none = timeout_at(Instant::now(), reader.next::<PeerFrame>(1024)).await;
+            assert!(none.is_err(), "complete before byte {i}");
+            ours.write_all(&[byte]).await.unwrap();
+        }
+        assert_eq!(reader.next(1024).await.unwrap(), Some(beat(3)));
+        drop(ours);
+        assert_eq!(reader.next::<PeerFrame>(1024).await.unwrap(), None);
+    }
+}

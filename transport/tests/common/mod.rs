@@ -1,17 +1,15 @@
 //! One sample of every variant of every family, and what tests share.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::panic)]
 
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame, Reserve};
-use kvlane_proto::msg::peer::{
-    EngineOffer, LinkInfo, Offer, Outcome, PeerFrame, PeerMsg, Serve,
-};
+use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, Offer, Outcome, PeerFrame, PeerMsg, Serve};
 use kvlane_proto::msg::service::{
     Answer, Ask, Cursor, Load, Registration, ServiceRequest, ServiceResponse, WorkerAddress, WorkerView,
 };
 use kvlane_proto::msg::{Greeting, Hello, Purpose, Welcome};
 use kvlane_proto::{
-    BlockList, Blame, Device, ErrorKind, GrantId, IdempotencyKey, Identity, Incarnation, LaneId,
+    Blame, BlockList, Device, ErrorKind, GrantId, IdempotencyKey, Identity, Incarnation, LaneId,
     Layout, PoolMap, Refusal, Role, RoomId, Run, Span, WorkerKey,
 };
 use kvlane_transport::wire::{Message, message};
@@ -197,8 +195,12 @@ fn calls() -> Vec<Call> {
 }
 
 fn replies() -> Vec<Reply> {
-    let mut all =
-        vec![Reply::Reserved { room: RoomId(7), unclaimed_ms: 5000 }, Reply::Aborting, Reply::Running, Reply::Pong];
+    let mut all = vec![
+        Reply::Reserved { room: RoomId(7), unclaimed_ms: 5000 },
+        Reply::Aborting,
+        Reply::Running,
+        Reply::Pong,
+    ];
     all.extend(outcomes().into_iter().map(Reply::Ended));
     all
 }
