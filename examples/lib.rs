@@ -40,7 +40,10 @@ pub fn write_prompt(pool: &Pool, blocks: &[u32]) -> Result<()> {
     for slab in 0..pool.map.slab_address.len() {
         for (i, &block) in blocks.iter().enumerate() {
             let bytes = vec![mark(slab, i); page];
-            pool.regions[0].memory().write_at(offset(pool, slab, block), &bytes).map_err(outside)?;
+            pool.regions[0]
+                .memory()
+                .write_at(offset(pool, slab, block), &bytes)
+                .map_err(outside)?;
         }
     }
     Ok(())

@@ -5,7 +5,8 @@ use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame, Reserve};
 use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, Offer, Outcome, PeerFrame, PeerMsg, Serve};
 use kvlane_proto::msg::service::{
-    Answer, Ask, Cursor, Load, Registration, ServiceRequest, ServiceResponse, WorkerAddress, WorkerView,
+    Answer, Ask, Cursor, Load, Registration, ServiceRequest, ServiceResponse, WorkerAddress,
+    WorkerView,
 };
 use kvlane_proto::msg::{Greeting, Hello, Purpose, Welcome};
 use kvlane_proto::{
@@ -151,6 +152,7 @@ fn peers() -> Vec<PeerMsg> {
         PeerMsg::Offer(Box::new(Offer {
             room,
             grant,
+            issuer: Some(identity(Role::Router)),
             span: Span { tokens: 40, prefix_tokens: 4 },
             blocks: BlockList::Runs(vec![Run { first: 5, count: 9, stride: 1 }]),
             lanes: vec![(lane, 6)],
