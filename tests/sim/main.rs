@@ -58,7 +58,10 @@ fn run_seed(seed: u64, mutant: Mutant) -> (Option<Violation>, Coverage, u64) {
 fn judge(seed: u64, mutant: Mutant) -> Result<Coverage, (Option<Inv>, String)> {
     match catch_unwind(AssertUnwindSafe(|| run_seed(seed, mutant))) {
         Ok((None, cov, _)) => Ok(cov),
-        Ok((Some(v), ..)) => Err((Some(v.inv), format!("{:?}: {}", v.inv, v.what))),
+        Ok((Some(v), ..)) => {
+            let what: String = v.what.chars().take(1_000).collect();
+            Err((Some(v.inv), format!("{:?}: {what}", v.inv)))
+        }
         Err(_) => Err((None, "panic".into())),
     }
 }

@@ -736,11 +736,22 @@ impl World {
         let d: Vec<_> = self
             .d
             .iter()
-            .map(|d| (d.m.active(), d.fences, d.m.load(), d.rooms.values().collect::<Vec<_>>()))
+            .map(|d| {
+                let open: Vec<_> = d.rooms.iter().filter(|(_, r)| r.phase != 7).collect();
+                (d.m.active(), d.fences, open)
+            })
             .collect();
-        let p: Vec<_> = self.p.iter().map(|p| (p.m.active(), p.quieting.len())).collect();
-        let jobs: Vec<_> = self.jobs.iter().filter(|j| !j.over).collect();
-        format!("not idle in the end: decode {d:?}, prefill {p:?}, jobs {jobs:?}")
+        let p: Vec<_> = self
+            .p
+            .iter()
+            .map(|p| {
+                let open: Vec<_> =
+                    p.rooms.iter().filter(|(_, r)| r.attached && r.ended.is_none()).collect();
+                (p.m.active(), &p.quieting, open)
+            })
+            .collect();
+        let jobs = self.jobs.iter().filter(|j| !j.over).count();
+        format!("not idle in the end: decode {d:?}, prefill {p:?}, {jobs} jobs")
     }
 
     /// Everything balances.
