@@ -944,6 +944,7 @@ impl<F> Decode<F> {
         let offer = Offer {
             room,
             grant: b.grant,
+            issuer: r.issuer.clone(),
             span: b.span,
             blocks: b.list.clone(),
             lanes: r.lanes.iter().map(|l| (*l, epoch(l))).collect(),

@@ -308,7 +308,12 @@ impl PoolMap {
                 .with("stride", self.block_stride_bytes)
                 .with("page_bytes", page));
         }
-        let extent = self.block_stride_bytes * u64::from(self.blocks - 1) + page;
+        let between = self.block_stride_bytes.checked_mul(u64::from(self.blocks - 1));
+        let Some(extent) = between.and_then(|bytes| bytes.checked_add(page)) else {
+            return Err(bad("slab is longer than the address space")
+                .with("stride", self.block_stride_bytes)
+                .with("blocks", self.blocks));
+        };
         let mut sorted: Vec<(u64, usize)> =
             self.slab_address.iter().copied().zip(0usize..).collect();
         sorted.sort_unstable();

@@ -16,12 +16,14 @@ pub mod error;
 pub mod grants;
 pub mod ids;
 pub mod layout;
+pub mod lease;
 pub mod limits;
 pub mod link;
 pub mod msg;
 pub mod mutant;
 pub mod plan;
 pub mod prefill;
+pub mod registry;
 pub mod time;
 
 pub use blocks::{BlockList, Run};

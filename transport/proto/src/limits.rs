@@ -44,6 +44,10 @@ pub const QUEUE_MAX: usize = 4096;
 pub const TOMBSTONES_MAX: usize = 16384;
 /// Most workers that one registry holds.
 pub const WORKERS_MAX: usize = 16384;
+/// Most issuer slots that one router's starts hold at a time.
+pub const ISSUER_SLOTS_PER_ROUTER_MAX: usize = 64;
+/// Counters of an issuer slot that are given out at a time.
+pub const ISSUER_COUNTERS: u64 = 1 << 20;
 /// Most idempotency keys that one decode worker remembers.
 pub const KEYS_MAX: usize = 16384;
 /// Most callers that may wait for one room's outcome.
@@ -57,6 +61,12 @@ pub const HEARTBEAT_MISSES: u32 = 2;
 pub const PROBE_MS: u64 = 50;
 /// A worker's lease at the service; renewed at a third of it.
 pub const WORKER_LEASE_MS: u64 = 5_000;
+/// How long the registry remembers a worker whose lease ran out.
+pub const WORKER_KEEP_MS: u64 = 600_000;
+/// A router's lease of an issuer slot: outlives a restart of the service.
+pub const ISSUER_LEASE_MS: u64 = 60_000;
+/// How long a slot rests after its lease before another router gets it.
+pub const ISSUER_QUARANTINE_MS: u64 = 120_000;
 /// A grant's lease; renewed by progress.
 pub const GRANT_LEASE_MS: u64 = 30_000;
 /// A room's deadline.

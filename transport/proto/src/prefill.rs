@@ -21,7 +21,7 @@ use crate::blocks::BlockList;
 use crate::decode::{Backoff, describe};
 use crate::ended::Memory;
 use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
-use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, RoomId, WorkerKey};
+use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, Role, RoomId, WorkerKey};
 use crate::layout::Layout;
 use crate::limits;
 use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg, Serve};
@@ -108,6 +108,8 @@ pub enum Event<Q> {
         tokens: u32,
         /// The decode that may fetch it; anybody of the cluster if `None`.
         decode: Option<Identity>,
+        /// The router that placed it, if the request names it: it may abort before the offer.
+        issuer: Option<Identity>,
         /// The room ends by then, counted from now.
         deadline_ms: u64,
     },
@@ -125,9 +127,9 @@ pub enum Event<Q> {
         /// Why.
         why: Refusal,
     },
-    /// A router or admin aborts.
+    /// A router or admin aborts; ask [`Prefill::may_abort`] first.
     AbortBy {
-        /// Who; the decode checks whether it may.
+        /// Who.
         from: Identity,
         /// The room.
         room: RoomId,
@@ -247,6 +249,8 @@ pub enum Output<Q> {
         link: LinkId,
         /// The offer, for engines that write themselves.
         offer: Arc<Offer>,
+        /// Parts of the room.
+        parts: u32,
     },
     /// The engine sends a part.
     Post {
@@ -364,6 +368,7 @@ enum Phase {
 struct Room {
     source: Option<Source>,
     decode: Option<Identity>,
+    issuer: Option<Identity>,
     held: Option<Held>,
     phase: Phase,
     /// Repeats `Quiesced` or `Abort` until the decode has spoken.
@@ -456,12 +461,36 @@ impl<Q> Prefill<Q> {
         self.retries
     }
 
+    /// Whether somebody may abort a room: an admin, or the router that placed it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unauthorized`] naming both, [`ErrorKind::NotFound`].
+    pub fn may_abort(&self, room: RoomId, from: &Identity) -> Result<()> {
+        let Some(r) = self.rooms.get(&room) else {
+            return Err(Error::new(ErrorKind::NotFound, "no such room").with("room", room));
+        };
+        let offered = r.held.as_ref().and_then(|h| h.offer.issuer.as_ref());
+        let issuer = offered.or(r.issuer.as_ref());
+        if from.role == Role::Admin || (from.role == Role::Router && issuer == Some(from)) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Unauthorized, "the room is another router's")
+            .with("room", room)
+            .with("caller", from)
+            .with("issuer", issuer.map_or("not known".into(), ToString::to_string)))
+    }
+
     /// Takes one event.
     pub fn handle_event(&mut self, now: Time, event: Event<Q>) {
         match event {
-            Event::Attach { room, tokens, decode, deadline_ms } => {
+            Event::Attach { room, tokens, decode, issuer, deadline_ms } => {
                 match self.attach(now, room, tokens, decode, deadline_ms) {
-                    Ok(()) => self.claimed(now, room),
+                    Ok(()) => {
+                        if let Some(r) = self.rooms.get_mut(&room) {
+                            r.issuer = issuer;
+                        }
+                        self.claimed(now, room);
+                    }
                     Err(why) => self.out.push_back(Output::Refused { room, why }),
                 }
             }
@@ -626,8 +655,8 @@ impl<Q> Prefill<Q> {
             return;
         }
         if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
-            let (link, offer) = (h.link, h.offer.clone());
-            self.out.push_back(Output::Granted { room, link, offer });
+            let (link, offer, parts) = (h.link, h.offer.clone(), h.grid.parts());
+            self.out.push_back(Output::Granted { room, link, offer, parts });
         }
         // A room without pages has nothing to wait for.
         self.pump(now, room);
@@ -733,8 +762,8 @@ impl<Q> Prefill<Q> {
                             if let Some(h) =
                                 r.filter(|r| r.source.is_some()).and_then(|r| r.held.as_ref())
                             {
-                                let offer = h.offer.clone();
-                                self.out.push_back(Output::Granted { room, link, offer });
+                                let (offer, parts) = (h.offer.clone(), h.grid.parts());
+                                self.out.push_back(Output::Granted { room, link, offer, parts });
                             }
                             self.make_all_ready(room);
                             self.pump(now, room);
@@ -1421,6 +1450,7 @@ impl Room {
         Self {
             source,
             decode,
+            issuer: None,
             held: None,
             phase: Phase::Running,
             resend: None,

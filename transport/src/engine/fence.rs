@@ -2,25 +2,33 @@
 
 use kvlane_proto::{GrantId, LinkId};
 
-/// How a grant is fenced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum FenceHow {
-    /// The sender has said that nothing can land, or the receiver's own code holds the pen.
-    Close,
-    /// Without the sender: whatever it takes so that nothing can land.
-    Revoke,
-}
+pub use kvlane_proto::grants::FenceHow;
 
 /// Proof that nothing can land under a grant any more, and that what landed is visible.
 ///
+/// It can be looked at and handed on:
+///
+/// ```
+/// use kvlane_transport::engine::FenceProof;
+/// fn look(p: FenceProof) -> (kvlane_proto::GrantId, [FenceProof; 1]) {
+///     (p.grant(), [p])
+/// }
+/// ```
+///
 /// It cannot be made, copied or cloned outside the engines:
 ///
-/// ```compile_fail
-/// let forged = kvlane_transport::engine::FenceProof { grant: kvlane_proto::GrantId(1) };
+/// ```compile_fail,E0451
+/// use kvlane_transport::engine::{FenceHow, FenceProof};
+/// let forged = FenceProof { grant: kvlane_proto::GrantId(1), how: FenceHow::Close };
 /// ```
-/// ```compile_fail
-/// fn twice(p: kvlane_transport::engine::FenceProof) -> [kvlane_transport::engine::FenceProof; 2] {
-///     [p.clone(), p]
+/// ```compile_fail,E0624
+/// use kvlane_transport::engine::{FenceHow, FenceProof};
+/// let forged = FenceProof::new(kvlane_proto::GrantId(1), FenceHow::Close);
+/// ```
+/// ```compile_fail,E0599
+/// use kvlane_transport::engine::FenceProof;
+/// fn twice(p: FenceProof) -> (kvlane_proto::GrantId, [FenceProof; 2]) {
+///     (p.grant(), [p.clone(), p])
 /// }
 /// ```
 #[derive(Debug)]
@@ -64,4 +72,9 @@ impl Quiesced {
     pub fn grant(&self) -> GrantId {
         self.grant
     }
+}
+
+#[cfg(test)]
+pub(crate) fn proof_for_tests(grant: GrantId, how: FenceHow) -> FenceProof {
+    FenceProof::new(grant, how)
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::blocks::BlockList;
 use crate::error::{Error, ErrorKind, Refusal, Result};
-use crate::ids::{GrantId, LaneId, RoomId};
+use crate::ids::{GrantId, Identity, LaneId, RoomId};
 use crate::layout::{Layout, PoolMap};
 use crate::limits;
 use crate::plan::Span;
@@ -176,6 +176,8 @@ pub struct Offer {
     pub room: RoomId,
     /// The grant.
     pub grant: GrantId,
+    /// The router that reserved it, and so may abort it at both ends.
+    pub issuer: Option<Identity>,
     /// What of the prompt is wanted.
     pub span: Span,
     /// The blocks to fill, one for each block of the span.

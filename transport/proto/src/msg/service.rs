@@ -66,41 +66,59 @@ pub struct Load {
     pub draining: bool,
 }
 
+/// How far somebody has read the registry's log. Callers hand back what they were given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cursor {
+    /// Names the log; a service that lost its memory begins another.
+    pub log: u64,
+    /// The last revision read.
+    pub revision: u64,
+    /// The log's revision when this reader began from the start.
+    pub began: u64,
+}
+
 /// What may be asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Ask {
-    /// Workers only, about themselves.
+    /// Workers only, about themselves. The newest start of a worker wins; an older one is refused
+    /// with `stale_incarnation` from then on.
     Register(Box<Registration>),
-    /// Workers only; refused with `stale_incarnation` or `not_found` when another start of the
-    /// same worker has registered or the lease ran out: register again.
+    /// Workers only; refused with `stale_incarnation` when another start of the same worker has
+    /// registered, with `not_found` when the lease ran out or the service restarted: register
+    /// again.
     Renew(Load),
     /// Workers only: gone on purpose.
     Deregister,
-    /// Everybody: the workers of the caller's cluster, from `after` (exclusive) on.
+    /// Everybody: the workers of the caller's cluster that changed after a revision.
     List {
-        /// Only this revision or newer matters; 0 for everything. Nothing newer: an empty page.
-        since_revision: u64,
-        /// Where the page begins.
-        after: Option<Identity>,
+        /// The last page's; the default for everything.
+        after: Cursor,
     },
-    /// Routers only: a slot for room numbers; `renew` is the slot held so far.
+    /// Routers only: a slot for room numbers.
     IssuerSlot {
-        /// The slot to keep.
+        /// The slot held so far.
         renew: Option<u16>,
+        /// The counters of the last answer run short: give fresh ones with the slot.
+        more_counters: bool,
     },
 }
 
 /// What is answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer {
-    /// Registered; the workers of the other role, grouped by whether they fit.
+    /// Registered; the live workers of the other role, by whether they fit. Both lists are cut at
+    /// [`limits::LIST_MAX`]; [`Ask::List`] has them all.
     Registered {
         /// Length of the lease, counted by the worker from when it sent its request.
         lease_ms: u64,
+        /// Orders the incarnations of one identity.
+        epoch: u64,
         /// Workers of the other role that fit.
         fits: Vec<Identity>,
         /// Workers of the other role that do not, with the fields that differ (ours first).
         differs: Vec<(Identity, Vec<Difference>)>,
+        /// Workers that the two lists leave off.
+        left_off: u32,
     },
     /// Renewed.
     Renewed {
@@ -109,22 +127,27 @@ pub enum Answer {
     },
     /// Gone.
     Deregistered,
-    /// A page of workers.
+    /// A page of workers, at most [`limits::LIST_MAX`], in the order they changed.
     Workers {
-        /// Revision of the registry.
-        revision: u64,
-        /// The workers, by identity.
+        /// What to ask for next.
+        next: Cursor,
+        /// The caller's cursor was of another log or too old: forget everything, this page is
+        /// the first of all.
+        reset: bool,
+        /// The workers.
         workers: Vec<WorkerView>,
-        /// Whether another page follows.
+        /// Whether another page follows at once.
         more: bool,
     },
-    /// A slot for room numbers.
+    /// A slot for room numbers, and the counters that only this holder may use with it.
     Slot {
         /// The slot.
         slot: u16,
-        /// The first counter that is safe to use with it.
+        /// The first counter.
         first_counter: u64,
-        /// Length of the slot's lease.
+        /// How many counters from there on.
+        counters: u64,
+        /// Length of the slot's lease, counted by the router from when it sent its request.
         lease_ms: u64,
     },
 }
@@ -138,11 +161,27 @@ pub struct WorkerView {
     pub load: Load,
     /// Its lease is alive.
     pub alive: bool,
+    /// Its session died without a word and it has not renewed since; the lease decides.
+    pub suspected: bool,
     /// Orders the incarnations of one identity.
     pub epoch: u64,
 }
 
 impl Registration {
+    /// Every field that keeps this worker from handing off with `other`, this side's value first.
+    /// Empty: they fit.
+    pub fn differences(&self, other: &Registration) -> Vec<Difference> {
+        let mut out = self.layout.differences(&other.layout);
+        if !self.engines.iter().any(|e| other.engines.contains(e)) {
+            let list = |e: &[String]| if e.is_empty() { "none".into() } else { e.join(" ") };
+            out.push(Difference {
+                field: "engines".into(),
+                here: list(&self.engines),
+                there: list(&other.engines),
+            });
+        }
+        out
+    }
     /// Checks what a worker says of itself.
     ///
     /// # Errors
@@ -173,8 +212,8 @@ impl WorkerAddress {
     /// Naming the field.
     pub fn check(&self) -> Result<()> {
         self.key.identity.check()?;
-        if self.address.len() > limits::ADDRESS_BYTES_MAX {
-            return Err(Error::new(ErrorKind::LimitExceeded, "address is too long")
+        if self.address.is_empty() || self.address.len() > limits::ADDRESS_BYTES_MAX {
+            return Err(Error::new(ErrorKind::LimitExceeded, "address must have 1 to 256 bytes")
                 .with("found", self.address.len())
                 .with("limit", limits::ADDRESS_BYTES_MAX));
         }

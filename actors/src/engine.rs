@@ -1,0 +1,143 @@
+//! The engine of a device: its thread, and the way of its events into the worker's actor.
+//!
+//! The thread itself is [`kvlane_transport::engine::driver`]. Events are kept in a shared list and
+//! the actor is told once until it has taken them, so that a flood of refused frames costs a
+//! counter and not the actor's memory.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvlane_proto::Result;
+use kvlane_transport::engine::driver::{EngineHandle, spawn};
+use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
+use kvlane_transport::engine::{Caps, Command, Engine, EngineEvent};
+
+use crate::pool::Pool;
+
+/// Which data plane a worker uses.
+#[derive(Clone, Debug)]
+pub enum EngineChoice {
+    /// Pages over TCP connections, written in place by the receiver.
+    Tcp(TcpConfig),
+}
+
+/// Refused frames that are kept one by one; what is beyond is only counted.
+const SCRAPS_MAX: usize = 256;
+
+/// Events that the actor has not taken.
+#[derive(Clone, Default)]
+pub(crate) struct Inbox(Arc<Mutex<Pending>>);
+
+#[derive(Default)]
+struct Pending {
+    events: Vec<EngineEvent>,
+    scraps: usize,
+    told: bool,
+}
+
+impl Inbox {
+    fn pending(&self) -> std::sync::MutexGuard<'_, Pending> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// Adds events; says whether the actor has to be told.
+    fn put(&self, events: Vec<EngineEvent>) -> bool {
+        let mut pending = self.pending();
+        for event in events {
+            if let EngineEvent::Scrapped { bytes, .. } = &event {
+                metrics::counter!("kvlane_scrapped_frames_total").increment(1);
+                metrics::counter!("kvlane_scrapped_bytes_total").increment(*bytes);
+                if pending.scraps >= SCRAPS_MAX {
+                    continue;
+                }
+                pending.scraps += 1;
+            }
+            pending.events.push(event);
+        }
+        !std::mem::replace(&mut pending.told, true)
+    }
+    /// Takes everything.
+    pub(crate) fn take(&self) -> Vec<EngineEvent> {
+        let mut pending = self.pending();
+        pending.told = false;
+        pending.scraps = 0;
+        std::mem::take(&mut pending.events)
+    }
+}
+
+/// Commands to the engine, in order and without loss: what its bounded queue does not take waits
+/// here, and there is never more of it than the rooms and links of the worker can cause.
+pub(crate) struct Commands {
+    handle: EngineHandle,
+    waiting: RefCell<VecDeque<Command>>,
+}
+
+impl Commands {
+    pub(crate) fn new(handle: EngineHandle) -> Self {
+        Self { handle, waiting: RefCell::new(VecDeque::new()) }
+    }
+    pub(crate) fn send(&self, command: Command) {
+        self.waiting.borrow_mut().push_back(command);
+        self.flush();
+    }
+    /// Hands over what waits; says whether some still does.
+    pub(crate) fn flush(&self) -> bool {
+        let mut waiting = self.waiting.borrow_mut();
+        while let Some(command) = waiting.pop_front() {
+            match self.handle.try_send(command) {
+                Ok(()) => {}
+                Err((Some(command), _)) => {
+                    waiting.push_front(command);
+                    break;
+                }
+                Err((None, e)) => {
+                    // The thread has ended, which ends the worker.
+                    tracing::error!(error = %e, "the engine takes no commands");
+                    waiting.clear();
+                }
+            }
+        }
+        !waiting.is_empty()
+    }
+    /// Ends the engine; nothing lands any more once this returns.
+    pub(crate) fn stop(&self) {
+        self.handle.stop();
+    }
+}
+
+/// Starts the engine, with the pool registered. `wake` tells the actor to look into the inbox; it
+/// is called with `false` when the thread has ended.
+pub(crate) fn start(
+    choice: &EngineChoice,
+    pool: &Pool,
+    wake: impl Fn(bool) + Send + 'static,
+) -> Result<(Commands, Caps, Inbox)> {
+    let engine: Box<dyn Engine> = match choice {
+        EngineChoice::Tcp(config) => Box::new(TcpEngine::new(config.clone())?),
+    };
+    let caps = engine.caps();
+    let inbox = Inbox::default();
+    let to = inbox.clone();
+    let alive = Alive(wake);
+    let handle = spawn(
+        engine,
+        Box::new(move |events| {
+            if to.put(events) {
+                (alive.0)(true);
+            }
+        }),
+    )?;
+    for region in &pool.regions {
+        handle.register(region)?;
+    }
+    Ok((Commands::new(handle), caps, inbox))
+}
+
+/// Dropped with the thread's callback, and so tells of its end.
+struct Alive<F: Fn(bool)>(F);
+
+impl<F: Fn(bool)> Drop for Alive<F> {
+    fn drop(&mut self) {
+        (self.0)(false);
+    }
+}

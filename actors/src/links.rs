@@ -1,0 +1,242 @@
+//! The links of one worker: sessions, their machines, their reader tasks.
+//!
+//! In: sessions (dialled or accepted), frames, the engine's answers. Out: [`News`] for the room
+//! machine, commands for the engine, frames for the peers. A link that is lost takes its session and
+//! its engine's lanes with it; nothing else.
+
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+
+use actix::prelude::*;
+use kvlane_proto::link::{EngineChoice, Event, Link, LinkConfig, Output};
+use kvlane_proto::msg::peer::{PeerFrame, PeerMsg};
+use kvlane_proto::{
+    DataPath, Error, ErrorKind, Identity, LaneId, LinkId, Refusal, Time, WorkerKey,
+};
+use kvlane_transport::engine::{Caps, Command};
+use kvlane_transport::quic::{Death, FrameReceiver, FrameSender, Session, Watch};
+
+use crate::engine::Commands;
+
+/// Something arrived on a link.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct LinkIn {
+    pub(crate) link: LinkId,
+    pub(crate) event: Event,
+}
+
+/// What a link means for the rooms.
+pub(crate) enum News {
+    Up { link: LinkId, peer: WorkerKey, path: DataPath, lanes: u16, part_bytes: u64 },
+    Deliver { link: LinkId, msg: PeerMsg, echo_sent: Time },
+    Lost { link: LinkId, peer: WorkerKey, was_up: bool, why: Refusal },
+}
+
+struct Entry {
+    machine: Link,
+    sender: FrameSender<PeerFrame>,
+    /// Closes the session when it is dropped.
+    _stop: tokio::sync::oneshot::Sender<()>,
+    up: bool,
+}
+
+pub(crate) struct Links {
+    config: LinkConfig,
+    engine: Rc<Commands>,
+    caps: Caps,
+    links: BTreeMap<LinkId, Entry>,
+    by_peer: HashMap<Identity, LinkId>,
+    next: u64,
+}
+
+impl Links {
+    pub(crate) fn new(config: LinkConfig, engine: Rc<Commands>, caps: Caps) -> Self {
+        Self { config, engine, caps, links: BTreeMap::new(), by_peer: HashMap::new(), next: 0 }
+    }
+
+    /// Takes a session. An older link with the same worker is over: either it restarted, or it
+    /// dialled again because the old one is dead.
+    pub(crate) fn open<A>(&mut self, now: Time, session: Session, actor: &Addr<A>) -> Vec<News>
+    where
+        A: Actor<Context = Context<A>> + Handler<LinkIn>,
+    {
+        let mut news = Vec::new();
+        let peer = session.peer.clone();
+        if let Some(&old) = self.by_peer.get(&peer.identity) {
+            let restarted = self
+                .links
+                .get(&old)
+                .is_some_and(|l| l.machine.peer().incarnation != peer.incarnation);
+            let how =
+                if restarted { "the peer has restarted" } else { "the peer has dialled again" };
+            let why = Error::new(ErrorKind::PeerLost, how)
+                .with("peer", &peer)
+                .hint("place the request again");
+            news.extend(self.handle(now, old, Event::Closed(why.to_refusal())));
+        }
+        self.next += 1;
+        let link = LinkId(self.next);
+        let (sender, receiver, watch) = session.into_parts::<PeerFrame, PeerFrame>();
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        actix::spawn(read(link, receiver, watch, actor.clone(), stopped));
+        let machine = Link::new(now, peer.clone(), self.config.clone());
+        self.links.insert(link, Entry { machine, sender, _stop: stop, up: false });
+        self.by_peer.insert(peer.identity.clone(), link);
+        let (lanes, receiver) = (self.config.lanes, self.config.receiver);
+        self.engine.send(Command::Listen { link, peer, lanes, receiver });
+        news
+    }
+
+    /// The engine's answer to `Listen`.
+    pub(crate) fn local(
+        &mut self,
+        now: Time,
+        link: LinkId,
+        blob: Result<Vec<u8>, Error>,
+    ) -> Vec<News> {
+        let event = match blob {
+            Ok(blob) => Event::Local(vec![EngineChoice {
+                name: self.caps.name.to_string(),
+                path: self.caps.path,
+                blob,
+                map: None,
+            }]),
+            Err(e) => Event::Bye(e.to_refusal()),
+        };
+        self.handle(now, link, event)
+    }
+
+    pub(crate) fn lane(&mut self, now: Time, link: LinkId, lane: LaneId, up: bool) -> Vec<News> {
+        self.handle(now, link, if up { Event::LaneUp(lane) } else { Event::LaneDown(lane) })
+    }
+
+    /// Sends a message of the rooms.
+    pub(crate) fn send(&mut self, now: Time, link: LinkId, msg: PeerMsg) -> Vec<News> {
+        let Some(entry) = self.links.get_mut(&link) else { return Vec::new() };
+        entry.machine.send(now, msg);
+        self.drive(now, link)
+    }
+
+    pub(crate) fn handle(&mut self, now: Time, link: LinkId, event: Event) -> Vec<News> {
+        let Some(entry) = self.links.get_mut(&link) else { return Vec::new() };
+        entry.machine.handle_event(now, event);
+        self.drive(now, link)
+    }
+
+    pub(crate) fn timeout(&mut self, now: Time) -> Vec<News> {
+        let due: Vec<LinkId> = self
+            .links
+            .iter()
+            .filter(|(_, l)| l.machine.poll_timeout().is_some_and(|t| t <= now))
+            .map(|(&id, _)| id)
+            .collect();
+        let mut news = Vec::new();
+        for link in due {
+            if let Some(entry) = self.links.get_mut(&link) {
+                entry.machine.handle_timeout(now);
+            }
+            news.extend(self.drive(now, link));
+        }
+        news
+    }
+
+    pub(crate) fn next_timeout(&self) -> Option<Time> {
+        self.links.values().filter_map(|l| l.machine.poll_timeout()).min()
+    }
+
+    /// Says goodbye to everybody.
+    pub(crate) fn bye(&mut self, now: Time, why: &Refusal) {
+        for link in self.links.keys().copied().collect::<Vec<_>>() {
+            self.handle(now, link, Event::Bye(why.clone()));
+        }
+    }
+
+    fn drive(&mut self, now: Time, link: LinkId) -> Vec<News> {
+        let mut news = Vec::new();
+        loop {
+            let Some(entry) = self.links.get_mut(&link) else { break };
+            let Some(output) = entry.machine.poll_output() else { break };
+            match output {
+                Output::Send(frame) => {
+                    if let Err(e) = entry.sender.try_send(&frame) {
+                        metrics::counter!("kvlane_link_send_failures_total").increment(1);
+                        entry.machine.handle_event(now, Event::Closed(e.to_refusal()));
+                    }
+                }
+                Output::Connect { engine: _, remote, map } => {
+                    self.engine.send(Command::Connect { link, remote, map });
+                }
+                Output::Up { path, lanes, part_bytes } => {
+                    entry.up = true;
+                    let peer = entry.machine.peer().clone();
+                    tracing::info!(%peer, lanes, part_bytes, "link is up");
+                    metrics::gauge!("kvlane_links").increment(1);
+                    news.push(News::Up { link, peer, path, lanes, part_bytes });
+                }
+                Output::Deliver { msg, echo_sent } => {
+                    news.push(News::Deliver { link, msg, echo_sent });
+                }
+                Output::Lost(why) => {
+                    let peer = entry.machine.peer().clone();
+                    let was_up = entry.up;
+                    tracing::warn!(%peer, %why, "link is lost");
+                    if was_up {
+                        metrics::gauge!("kvlane_links").decrement(1);
+                    }
+                    metrics::counter!("kvlane_links_lost_total", "why" => why.kind.code())
+                        .increment(1);
+                    self.links.remove(&link);
+                    if self.by_peer.get(&peer.identity) == Some(&link) {
+                        self.by_peer.remove(&peer.identity);
+                    }
+                    news.push(News::Lost { link, peer, was_up, why });
+                    break;
+                }
+            }
+        }
+        news
+    }
+
+    /// Closes a lost link at the engine; after the rooms have asked for their fences.
+    pub(crate) fn close_engine(&self, link: LinkId) {
+        self.engine.send(Command::Close { link });
+    }
+}
+
+/// Brings frames to the actor one at a time: a peer that sends faster than the actor works is
+/// stopped by its own connection's window.
+async fn read<A>(
+    link: LinkId,
+    mut frames: FrameReceiver<PeerFrame>,
+    mut watch: Watch,
+    actor: Addr<A>,
+    mut stopped: tokio::sync::oneshot::Receiver<()>,
+) where
+    A: Actor<Context = Context<A>> + Handler<LinkIn>,
+{
+    let mut noticed = false;
+    loop {
+        let event = tokio::select! {
+            biased;
+            // What was queued is flushed by the session's own writer.
+            _ = &mut stopped => return,
+            frame = frames.recv() => match frame {
+                Ok(Some(frame)) => Event::Frame(frame),
+                Ok(None) => Event::Closed(Refusal::new(ErrorKind::PeerLost, "the peer closed the session")),
+                Err(e) => Event::Closed(e.to_refusal()),
+            },
+            death = watch.died(), if !noticed => match death {
+                Death::Notice => {
+                    noticed = true;
+                    Event::Suspect("the idle connection has ended".into())
+                }
+                Death::Closed { why, .. } => Event::Closed(why),
+            },
+        };
+        let over = matches!(event, Event::Closed(_));
+        if actor.send(LinkIn { link, event }).await.is_err() || over {
+            return;
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! `kvlane demo`: a bootstrap service, prefill workers and decode workers as processes of their own,
+//! with certificates of a throw-away authority, and requests replayed through them.
+
+use std::path::{Path, PathBuf};
+use std::process::{ExitCode, Stdio};
+use std::time::Duration;
+
+use kvlane_proto::{Error, ErrorKind, Identity, Result, Role};
+use kvlane_transport::quic::{Security, ca};
+use kvlane_transport::service_client::random;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+
+use super::replay::{self, LoadArgs};
+use super::worker::EngineName;
+use crate::load::models;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Prefill workers
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    prefill: u16,
+    /// Decode workers
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    decode: u16,
+    /// Model whose geometry the pools have
+    #[arg(long, default_value = "llama-3.1-8b", help = format!("Model whose geometry the pools have: {}", replay::model_names()))]
+    model: String,
+    /// Data plane
+    #[arg(long, default_value = "tcp")]
+    engine: EngineName,
+    /// Size of each worker's pool; 384, or 64 with `tiny`, if not given
+    #[arg(long)]
+    pool_mib: Option<u64>,
+    /// Check each part with a CRC32C
+    #[arg(long)]
+    checksum: bool,
+    #[command(flatten)]
+    load: LoadArgs,
+}
+
+const CLUSTER: &str = "demo";
+/// How long a process may take to say that it is ready.
+const READY: Duration = Duration::from_secs(30);
+/// How long one may take to end.
+const END: Duration = Duration::from_secs(20);
+
+pub(crate) async fn run(args: Args) -> Result<ExitCode> {
+    // Named wrong, nothing is started.
+    models::layout(&args.model, models::PAGE_TOKENS)?;
+    let dir = Scratch::new()?;
+    let ca_dir = dir.0.join("ca");
+    ca::create_ca(&ca_dir, CLUSTER)?;
+    let mut cluster = Processes { dir: &dir.0, ca: &ca_dir, children: Vec::new() };
+    let end = serve(&args, &mut cluster).await;
+    // Also after a failure: nobody is left behind.
+    let ended = cluster.end().await;
+    let code = end.inspect_err(|_| cluster.show_logs())?;
+    if let Err(e) = ended {
+        cluster.show_logs();
+        return Err(e);
+    }
+    Ok(code)
+}
+
+async fn serve(args: &Args, cluster: &mut Processes<'_>) -> Result<ExitCode> {
+    let ready =
+        cluster.start("bootstrap", Role::Service, &["bootstrap", "--quic", "127.0.0.1:0"]).await?;
+    let service = ready["quic"].as_str().unwrap_or_default().to_string();
+    let pool_mib = args.pool_mib.unwrap_or(if args.model == "tiny" { 64 } else { 384 }).to_string();
+    let workers = (0..args.prefill)
+        .map(|n| (format!("prefill-{n}"), Role::Prefill))
+        .chain((0..args.decode).map(|n| (format!("decode-{n}"), Role::Decode)));
+    for (name, role) in workers {
+        let mut flags = vec!["worker", "--role", role.as_str(), "--service", &service];
+        flags.extend(["--model", &args.model, "--pool-mib", &pool_mib]);
+        flags.extend(["--engine", args.engine.as_str()]);
+        if args.checksum {
+            flags.push("--checksum");
+        }
+        cluster.start(&name, role, &flags).await?;
+    }
+    let identity = Identity::new(CLUSTER, Role::Router, "router", 0)?;
+    let certs = cluster.certs(&identity)?;
+    let workers = (usize::from(args.prefill), usize::from(args.decode));
+    let security = Security::Mutual { dir: certs };
+    replay::replay(&service, security, identity, workers, args.load.clone()).await
+}
+
+/// The processes of a demo.
+struct Processes<'a> {
+    dir: &'a Path,
+    ca: &'a Path,
+    children: Vec<(String, Child)>,
+}
+
+impl Processes<'_> {
+    fn certs(&self, identity: &Identity) -> Result<PathBuf> {
+        let dir = self.dir.join(format!("certs-{}-{}", identity.role, identity.instance));
+        ca::issue(self.ca, &dir, identity, 1)?;
+        Ok(dir)
+    }
+
+    /// Starts one, and waits until it is ready.
+    async fn start(&mut self, name: &str, role: Role, flags: &[&str]) -> Result<serde_json::Value> {
+        let failed = |why: &str| Error::new(ErrorKind::Io, why.to_string()).with("process", name);
+        let certs = self.certs(&Identity::new(CLUSTER, role, name, 0)?)?;
+        let program = std::env::current_exe()
+            .map_err(|e| failed("this program cannot be found").caused_by(e))?;
+        let log = std::fs::File::create(self.log(name))
+            .map_err(|e| failed("cannot write a log").caused_by(e))?;
+        let mut child = Command::new(program)
+            .args(flags)
+            .arg("--certs")
+            .arg(certs)
+            .arg("--until-stdin-closes")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(log)
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(|e| failed("cannot be started").caused_by(e))?;
+        let stdout = child.stdout.take();
+        self.children.push((name.to_string(), child));
+        let Some(stdout) = stdout else { return Err(failed("has no output")) };
+        let mut lines = BufReader::new(stdout).lines();
+        let line = tokio::time::timeout(READY, lines.next_line())
+            .await
+            .map_err(|_| failed("was not ready in time").with("limit_s", READY.as_secs()))?
+            .map_err(|e| failed("cannot be read").caused_by(e))?
+            .ok_or_else(|| failed("ended before it was ready"))?;
+        serde_json::from_str(&line).map_err(|e| failed("said something else").caused_by(e))
+    }
+
+    fn log(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}.log"))
+    }
+
+    /// Ends all of them, the newest first; each must end well.
+    async fn end(&mut self) -> Result<()> {
+        let mut wrong = None;
+        for (name, child) in self.children.iter_mut().rev() {
+            drop(child.stdin.take());
+            let ended = match tokio::time::timeout(END, child.wait()).await {
+                Ok(Ok(status)) if status.success() => continue,
+                Ok(Ok(status)) => status.to_string(),
+                Ok(Err(e)) => e.to_string(),
+                Err(_) => {
+                    let _ = child.kill().await;
+                    format!("did not end within {} s", END.as_secs())
+                }
+            };
+            wrong.get_or_insert_with(|| {
+                Error::new(ErrorKind::Internal, "a process did not end well")
+                    .with("process", &*name)
+                    .with("found", ended)
+            });
+        }
+        wrong.map_or(Ok(()), Err)
+    }
+
+    /// The last lines of each log, when something went wrong.
+    fn show_logs(&self) {
+        for (name, _) in &self.children {
+            let text = std::fs::read_to_string(self.log(name)).unwrap_or_default();
+            let lines: Vec<&str> = text.lines().collect();
+            for line in &lines[lines.len().saturating_sub(10)..] {
+                eprintln!("[{name}] {line}");
+            }
+        }
+    }
+}
+
+/// A directory that is removed at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Self> {
+        use std::os::unix::fs::DirBuilderExt;
+        let path = std::env::temp_dir().join(format!("kvlane-demo-{:016x}", random()));
+        std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(|e| {
+            Error::new(ErrorKind::Io, "cannot make a scratch directory")
+                .with("path", path.display())
+                .hint("set TMPDIR to a directory that can be written")
+                .caused_by(e)
+        })?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

@@ -1,0 +1,103 @@
+//! One file for each command, and what they share: who speaks, and when a process ends.
+
+pub(crate) mod bootstrap;
+pub(crate) mod ca;
+pub(crate) mod demo;
+pub(crate) mod replay;
+pub(crate) mod worker;
+
+use std::path::PathBuf;
+
+use kvlane_proto::{Error, ErrorKind, Identity, Result, Role};
+use kvlane_transport::quic::Security;
+use kvlane_transport::quic::tls::identity_of;
+use tokio::io::AsyncReadExt;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// How a process proves who it is.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct SecurityArgs {
+    /// Directory with ca.pem, cert.pem and key.pem, as made by `kvlane ca`
+    #[arg(
+        long,
+        value_name = "DIR",
+        conflicts_with = "insecure",
+        required_unless_present = "insecure"
+    )]
+    certs: Option<PathBuf>,
+    /// No certificates: anybody may say to be anybody
+    #[arg(long)]
+    insecure: bool,
+    /// The cluster, with --insecure
+    #[arg(long, default_value = "default", conflicts_with = "certs")]
+    cluster: String,
+}
+
+impl SecurityArgs {
+    /// Who this process is: the certificate says, or the flags.
+    pub(crate) fn identity(
+        &self,
+        role: Role,
+        name: &str,
+        rank: u32,
+    ) -> Result<(Security, Identity)> {
+        let Some(dir) = &self.certs else {
+            return Ok((Security::Insecure, Identity::new(&self.cluster, role, name, rank)?));
+        };
+        let identity = identity_of(dir)?;
+        if identity.role != role {
+            return Err(Error::new(ErrorKind::Config, "the certificate is for another role")
+                .with("found", &identity)
+                .with("expected", role)
+                .with("certs", dir.display())
+                .hint(format!("issue one: kvlane ca issue --identity CLUSTER/{role}/NAME/0 …")));
+        }
+        Ok((Security::Mutual { dir: dir.clone() }, identity))
+    }
+}
+
+/// When a long-running process ends by itself.
+#[derive(clap::Args, Clone, Copy, Debug)]
+pub(crate) struct EndArgs {
+    /// End when standard input is closed, as if by SIGTERM: for a parent process that may die
+    #[arg(long)]
+    until_stdin_closes: bool,
+}
+
+impl EndArgs {
+    /// Waits for SIGTERM, SIGINT or the end of standard input; a second signal from there on ends
+    /// the process at once.
+    pub(crate) async fn wait(self) -> Result<()> {
+        let failed = |e| Error::new(ErrorKind::Io, "cannot listen for signals").caused_by(e);
+        let mut term = signal(SignalKind::terminate()).map_err(failed)?;
+        let mut int = signal(SignalKind::interrupt()).map_err(failed)?;
+        let stdin = async {
+            if self.until_stdin_closes {
+                let mut byte = [0; 64];
+                let mut stdin = tokio::io::stdin();
+                while stdin.read(&mut byte).await.is_ok_and(|n| n > 0) {}
+            } else {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+            () = stdin => {}
+        }
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = term.recv() => {}
+                _ = int.recv() => {}
+            }
+            tracing::warn!("second signal: ending at once");
+            std::process::exit(130);
+        });
+        Ok(())
+    }
+}
+
+/// The line on standard output by which a process says that it is ready, for whoever started it.
+pub(crate) fn say_ready(fields: serde_json::Value) {
+    println!("{fields}");
+}

@@ -1,0 +1,197 @@
+//! `kvlane worker`: a worker with a stand-in for its model server.
+
+use std::net::{IpAddr, SocketAddr};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use kvlane_actors::{DecodeWorker, EngineChoice, Pool, PrefillWorker, WorkerConfig};
+use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
+use kvlane_transport::engine::tcp::TcpConfig;
+use kvlane_transport::quic::load_reset_key;
+
+use super::{EndArgs, SecurityArgs, say_ready};
+use crate::load::models;
+use crate::standin::{self, Server};
+
+/// Which side of a hand-off.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Side {
+    /// Holds prompts' pages and sends them
+    Prefill,
+    /// Receives them
+    Decode,
+}
+
+/// Which data plane.
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+pub(crate) enum EngineName {
+    /// TCP connections, received in place
+    #[default]
+    Tcp,
+}
+
+impl EngineName {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Which side
+    #[arg(long)]
+    role: Side,
+    /// Name of the instance, with --insecure
+    #[arg(long, default_value = "w0")]
+    name: String,
+    /// Rank in the instance, with --insecure
+    #[arg(long, default_value_t = 0)]
+    rank: u32,
+    /// host:port of the bootstrap service
+    #[arg(long, value_name = "HOST:PORT")]
+    service: Option<String>,
+    /// Model whose geometry the pool has
+    #[arg(long, default_value = "llama-3.1-8b")]
+    model: String,
+    /// Tokens in a block
+    #[arg(long, default_value_t = models::PAGE_TOKENS)]
+    page_tokens: u32,
+    /// Size of the pool
+    #[arg(long, default_value_t = 384)]
+    pool_mib: u64,
+    /// Where its QUIC endpoint listens
+    #[arg(long, default_value = "127.0.0.1:0")]
+    listen: SocketAddr,
+    /// host:port that peers dial, if it is not where it listens
+    #[arg(long, value_name = "HOST:PORT")]
+    advertise: Option<String>,
+    /// Where the stand-in takes requests; plain JSON lines, so keep it on loopback
+    #[arg(long, default_value = "127.0.0.1:0")]
+    serving: SocketAddr,
+    /// Data plane
+    #[arg(long, default_value = "tcp")]
+    engine: EngineName,
+    /// Where the engine listens for pages; the QUIC endpoint's address if not given
+    #[arg(long, value_name = "IP")]
+    data: Option<IpAddr>,
+    /// Check each part with a CRC32C
+    #[arg(long)]
+    checksum: bool,
+    /// Connections to each peer
+    #[arg(long, default_value_t = limits::LANES_PER_LINK)]
+    lanes: u16,
+    /// File with the key that lets a restarted worker end its old connections; made if missing
+    #[arg(long, value_name = "FILE")]
+    reset_key: Option<std::path::PathBuf>,
+    /// At SIGTERM, wait at most this long for rooms that run
+    #[arg(long, default_value_t = 30)]
+    drain_s: u64,
+    /// Stop at a phase of the first room, for tests (needs a build with `fault-injection`)
+    #[arg(long, value_name = "PHASE")]
+    stop_at: Option<String>,
+    #[command(flatten)]
+    security: SecurityArgs,
+    #[command(flatten)]
+    end: EndArgs,
+}
+
+#[cfg(not(feature = "fault-injection"))]
+fn stop_at(phase: &str) -> Result<()> {
+    Err(Error::new(ErrorKind::Config, "this build has no stop hooks")
+        .with("asked", phase)
+        .hint("build with `--features fault-injection`, for tests only"))
+}
+
+#[cfg(feature = "fault-injection")]
+fn stop_at(phase: &str) -> Result<()> {
+    use kvlane_actors::faults;
+    if !faults::PHASES.contains(&phase) {
+        return Err(Error::new(ErrorKind::NotFound, "no such phase")
+            .with("asked", phase)
+            .with("known", faults::PHASES.join(", ")));
+    }
+    faults::stop_at(phase);
+    Ok(())
+}
+
+pub(crate) async fn run(args: Args) -> Result<ExitCode> {
+    if let Some(phase) = &args.stop_at {
+        stop_at(phase)?;
+    }
+    let role = match args.role {
+        Side::Prefill => Role::Prefill,
+        Side::Decode => Role::Decode,
+    };
+    let (security, identity) = args.security.identity(role, &args.name, args.rank)?;
+    let layout = models::layout(&args.model, args.page_tokens)?;
+    let blocks = (args.pool_mib << 20) / layout.block_bytes();
+    if blocks == 0 || blocks > u64::from(limits::POOL_BLOCKS_MAX) {
+        return Err(Error::new(
+            ErrorKind::Config,
+            "the pool does not hold a sensible number of blocks",
+        )
+        .with("pool_mib", args.pool_mib)
+        .with("block_bytes", layout.block_bytes())
+        .with("blocks", blocks)
+        .hint("change --pool-mib"));
+    }
+    let pool = Pool::own(layout, blocks as u32)?;
+    let data = args.data.unwrap_or(args.listen.ip());
+    let engine = match args.engine {
+        EngineName::Tcp => EngineChoice::Tcp(TcpConfig {
+            bind: SocketAddr::new(data, 0),
+            checksum: args.checksum,
+            ..TcpConfig::default()
+        }),
+    };
+    let server = Server::bind(args.serving).await?;
+    let mut config = WorkerConfig::new(identity.clone(), security, pool.clone(), engine);
+    config.listen = args.listen;
+    config.advertise.clone_from(&args.advertise);
+    config.service.clone_from(&args.service);
+    config.serving = server.address().to_string();
+    config.lanes_per_link = args.lanes;
+    if let Some(file) = &args.reset_key {
+        config.reset_key = Some(load_reset_key(file)?);
+    }
+    let model = standin::Model::new(pool);
+    let worker = match args.role {
+        Side::Prefill => standin::Worker::Prefill(PrefillWorker::start(config)?),
+        Side::Decode => standin::Worker::Decode(DecodeWorker::start(config)?),
+    };
+    if args.service.is_some() {
+        worker.registered(Duration::from_secs(30)).await?;
+    }
+    #[cfg(feature = "fault-injection")]
+    if kvlane_actors::faults::reached("registered") {
+        std::future::pending::<()>().await;
+    }
+    say_ready(serde_json::json!({
+        "ready": role.as_str(),
+        "identity": identity.to_string(),
+        "quic": worker.address().address,
+        "serving": server.address(),
+        "blocks": blocks,
+    }));
+    let serve = server.run(worker.clone(), model);
+    tokio::select! {
+        () = serve => {}
+        end = worker.ended() => {
+            tracing::error!(?end, "the worker has ended by itself");
+            return Ok(ExitCode::FAILURE);
+        }
+        end = args.end.wait() => {
+            end?;
+            worker.drain().await?;
+            let idle = worker.idle();
+            if tokio::time::timeout(Duration::from_secs(args.drain_s), idle).await.is_err() {
+                tracing::warn!(rooms = worker.load().rooms, "rooms still run; ending all the same");
+            }
+        }
+    }
+    worker.stop().await;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,149 @@
+//! What a replay counted, and how it is shown.
+
+use std::collections::BTreeMap;
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvlane_proto::ErrorKind;
+use serde::Serialize;
+
+/// Counters of a replay. The names are those of the JSON line.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Totals {
+    pub(crate) rooms_completed: u64,
+    pub(crate) rooms_aborted: u64,
+    pub(crate) rooms_failed: u64,
+    /// Bytes of the rooms that completed.
+    pub(crate) bytes: u64,
+    pub(crate) pages_verified: u64,
+    pub(crate) pages_corrupt: u64,
+    /// Parts that were sent more than once.
+    pub(crate) retries: u64,
+    pub(crate) quarantined_blocks: u64,
+    pub(crate) seconds: f64,
+    /// Bytes of completed rooms by the whole time, filling and checking of pages included.
+    pub(crate) gbytes_per_s: f64,
+    /// Reservation to last byte checked.
+    pub(crate) handoff_p50_ms: f64,
+    pub(crate) handoff_p99_ms: f64,
+    /// Requests that were cut to what a pool, or the model, allows.
+    pub(crate) prompts_cut: u64,
+    pub(crate) model: String,
+    pub(crate) engine: String,
+    pub(crate) emulated: bool,
+    /// What failed, and how often.
+    pub(crate) failures: BTreeMap<String, u64>,
+    #[serde(skip)]
+    pub(crate) handoffs: Vec<Duration>,
+}
+
+impl Totals {
+    pub(crate) fn rooms(&self) -> u64 {
+        self.rooms_completed + self.rooms_aborted + self.rooms_failed
+    }
+    pub(crate) fn failed(&mut self, kind: ErrorKind, why: &str) {
+        self.rooms_failed += 1;
+        // The first words: rooms and numbers stand behind them.
+        let short = why.split(" (").next().unwrap_or(why);
+        *self.failures.entry(format!("{}: {short}", kind.code())).or_default() += 1;
+    }
+    pub(crate) fn finish(&mut self, elapsed: Duration) {
+        self.seconds = elapsed.as_secs_f64();
+        self.gbytes_per_s = self.bytes as f64 / self.seconds.max(1e-9) / 1e9;
+        self.handoffs.sort_unstable();
+        let at = |q: f64| {
+            let last = self.handoffs.len().checked_sub(1)?;
+            Some(self.handoffs[(last as f64 * q).round() as usize].as_secs_f64() * 1e3)
+        };
+        self.handoff_p50_ms = at(0.5).unwrap_or(0.0);
+        self.handoff_p99_ms = at(0.99).unwrap_or(0.0);
+    }
+    /// Every room ended, and every page of those that completed is right.
+    pub(crate) fn is_good(&self, rooms: u64) -> bool {
+        self.rooms() == rooms
+            && self.rooms_failed == 0
+            && self.pages_corrupt == 0
+            && self.quarantined_blocks == 0
+    }
+    /// For people.
+    pub(crate) fn table(&self) -> String {
+        let rows = [
+            ("model", self.model.clone()),
+            (
+                "engine",
+                format!("{}{}", self.engine, if self.emulated { " (emulated)" } else { "" }),
+            ),
+            ("rooms completed", self.rooms_completed.to_string()),
+            ("rooms aborted", self.rooms_aborted.to_string()),
+            ("rooms failed", self.rooms_failed.to_string()),
+            ("bytes moved", format!("{:.3} GB", self.bytes as f64 / 1e9)),
+            ("pages verified", self.pages_verified.to_string()),
+            ("pages corrupt", self.pages_corrupt.to_string()),
+            ("parts sent again", self.retries.to_string()),
+            ("blocks in quarantine", self.quarantined_blocks.to_string()),
+            (
+                "hand-off p50 / p99",
+                format!("{:.1} / {:.1} ms", self.handoff_p50_ms, self.handoff_p99_ms),
+            ),
+            (
+                "in all",
+                format!(
+                    "{:.2} s, {:.2} GB/s with filling and checking",
+                    self.seconds, self.gbytes_per_s
+                ),
+            ),
+        ];
+        let width = rows.iter().map(|r| r.0.len()).max().unwrap_or(0);
+        let mut out = String::new();
+        for (name, value) in rows {
+            out.push_str(&format!("  {name:<width$}  {value}\n"));
+        }
+        for (what, count) in &self.failures {
+            out.push_str(&format!("  failed {count} x  {what}\n"));
+        }
+        out
+    }
+}
+
+/// A bar on a terminal, a line a second elsewhere, nothing with `--json`.
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    lines: bool,
+    said: Instant,
+    rooms: u64,
+}
+
+impl Progress {
+    pub(crate) fn new(rooms: u64, quiet: bool) -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        let bar = ProgressBar::new(rooms);
+        if quiet || !terminal {
+            bar.set_draw_target(ProgressDrawTarget::hidden());
+        } else if let Ok(style) =
+            ProgressStyle::with_template("{bar:30} {pos}/{len} rooms  {elapsed}  {msg}")
+        {
+            bar.set_style(style);
+        }
+        Self { bar, lines: !quiet && !terminal, said: Instant::now(), rooms }
+    }
+    pub(crate) fn update(&mut self, totals: &Totals) {
+        let line = format!(
+            "{:.2} GB  {} pages verified, {} corrupt  {} aborted, {} failed",
+            totals.bytes as f64 / 1e9,
+            totals.pages_verified,
+            totals.pages_corrupt,
+            totals.rooms_aborted,
+            totals.rooms_failed
+        );
+        self.bar.set_position(totals.rooms());
+        if self.lines && self.said.elapsed() >= Duration::from_secs(1) {
+            self.said = Instant::now();
+            eprintln!("{}/{} rooms  {line}", totals.rooms(), self.rooms);
+        }
+        self.bar.set_message(line);
+    }
+    pub(crate) fn end(self) {
+        self.bar.finish_and_clear();
+    }
+}

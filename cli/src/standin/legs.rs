@@ -1,0 +1,104 @@
+//! What a router says to a stand-in: one JSON line in, one JSON line out, on a TCP connection of
+//! its own.
+
+use std::time::Duration;
+
+use kvlane_proto::msg::service::WorkerAddress;
+use kvlane_proto::{Error, ErrorKind, Outcome, Refusal, Result};
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+
+/// Longest line.
+pub(crate) const LINE_BYTES_MAX: u64 = 64 << 10;
+
+/// One leg of a request.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "leg", rename_all = "snake_case", deny_unknown_fields)]
+pub(crate) enum LegRequest {
+    /// Fill the prompt's pages and send them.
+    Prefill {
+        room: u64,
+        /// Seeds the contents; the same in both legs.
+        request: u64,
+        tokens: u32,
+        /// `cluster/role/instance/rank` of the decode worker.
+        decode: String,
+        /// The same of the router.
+        issuer: String,
+        deadline_ms: u64,
+    },
+    /// Receive the pages and check them.
+    Decode {
+        room: u64,
+        request: u64,
+        tokens: u32,
+        /// Tokens that the decode has already.
+        prefix_tokens: u32,
+        prefill: WorkerAddress,
+        deadline_ms: u64,
+    },
+    /// How is the worker?
+    Stats,
+}
+
+/// How a leg ended.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct LegReply {
+    /// How the room ended, as this side knows it.
+    pub(crate) outcome: Option<Outcome>,
+    /// The leg was refused, or something is wrong with its pages.
+    pub(crate) error: Option<Refusal>,
+    pub(crate) pages_verified: u64,
+    pub(crate) pages_corrupt: u64,
+    /// Parts that this worker has sent again so far.
+    pub(crate) retries: u64,
+    /// Blocks that this worker withholds.
+    pub(crate) quarantined_blocks: u64,
+}
+
+/// Reads one line, bounded; `None` at the end.
+pub(crate) async fn read_line<R: AsyncRead + Unpin>(
+    reader: &mut BufReader<R>,
+) -> Result<Option<Vec<u8>>> {
+    let io = |e| Error::new(ErrorKind::Io, "cannot read a leg").caused_by(e);
+    let mut line = Vec::new();
+    (&mut *reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).await.map_err(io)?;
+    match line.last() {
+        None => Ok(None),
+        Some(b'\n') => Ok(Some(line)),
+        Some(_) if line.len() as u64 == LINE_BYTES_MAX => {
+            Err(Error::new(ErrorKind::LimitExceeded, "the line is too long")
+                .with("limit", LINE_BYTES_MAX))
+        }
+        Some(_) => Ok(None),
+    }
+}
+
+/// Sends a leg to a stand-in and waits for its end.
+///
+/// # Errors
+/// If the stand-in cannot be reached, ends early, or takes longer than `wait`.
+pub(crate) async fn send(serving: &str, leg: &LegRequest, wait: Duration) -> Result<LegReply> {
+    let failed =
+        |why: &str| Error::new(ErrorKind::PeerLost, why.to_string()).with("serving", serving);
+    let asked = async {
+        let stream = TcpStream::connect(serving)
+            .await
+            .map_err(|e| failed("the model server cannot be reached").caused_by(e))?;
+        let mut stream = BufReader::new(stream);
+        let mut line = serde_json::to_vec(leg)
+            .map_err(|e| Error::new(ErrorKind::Internal, "cannot write a leg").caused_by(e))?;
+        line.push(b'\n');
+        let io = |e| failed("the model server has gone").caused_by(e);
+        stream.get_mut().write_all(&line).await.map_err(io)?;
+        let Some(line) = read_line(&mut stream).await? else {
+            return Err(failed("the model server ended without an answer"));
+        };
+        serde_json::from_slice(&line)
+            .map_err(|e| Error::new(ErrorKind::Malformed, "bad answer of a leg").caused_by(e))
+    };
+    tokio::time::timeout(wait, asked)
+        .await
+        .unwrap_or_else(|_| Err(failed("the model server did not answer in time")))
+}

@@ -1,0 +1,157 @@
+//! Takes legs.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane_proto::{Error, ErrorKind, Result};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+use super::legs::{LegReply, LegRequest, read_line};
+use super::{Model, Worker, decode, prefill};
+
+/// Legs at a time.
+const LEGS_MAX: usize = 4096;
+/// How long a leg's line may take.
+const LINE: Duration = Duration::from_secs(10);
+
+/// The stand-in's port.
+pub(crate) struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Server {
+    pub(crate) async fn bind(address: SocketAddr) -> Result<Self> {
+        let failed = |e| {
+            Error::new(ErrorKind::Io, "cannot listen for requests")
+                .with("address", address)
+                .hint("choose another port with --serving")
+                .caused_by(e)
+        };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        Ok(Self { listener, address })
+    }
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+    /// Serves for ever.
+    pub(crate) async fn run(self, worker: Worker, model: Model) {
+        let room = Arc::new(Semaphore::new(LEGS_MAX));
+        loop {
+            let stream = match self.listener.accept().await {
+                Ok((stream, _)) => stream,
+                Err(e) => {
+                    tracing::warn!(error = %e, "cannot accept a leg");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    continue;
+                }
+            };
+            let Ok(permit) = room.clone().try_acquire_owned() else {
+                tracing::warn!(limit = LEGS_MAX, "too many legs at a time; one is refused");
+                continue;
+            };
+            let (worker, model) = (worker.clone(), model.clone());
+            tokio::spawn(async move {
+                if let Err(e) = leg(stream, &worker, &model).await {
+                    tracing::warn!(error = %e, "leg has failed");
+                }
+                drop(permit);
+            });
+        }
+    }
+}
+
+async fn leg(stream: TcpStream, worker: &Worker, model: &Model) -> Result<()> {
+    let mut stream = BufReader::new(stream);
+    let line = tokio::time::timeout(LINE, read_line(&mut stream)).await.map_err(|_| {
+        Error::new(ErrorKind::DeadlineExceeded, "no request came").with("limit_s", LINE.as_secs())
+    })??;
+    let Some(line) = line else { return Ok(()) };
+    let reply = match serde_json::from_slice::<LegRequest>(&line) {
+        Ok(request) => {
+            // Whoever hangs up has given the request up.
+            let mut byte = [0; 1];
+            let (gone, hears) = tokio::sync::watch::channel(false);
+            let work = async { handle(request, worker, model, hears).await };
+            tokio::pin!(work);
+            loop {
+                let hung_up = *gone.borrow();
+                tokio::select! {
+                    reply = &mut work => break reply,
+                    read = stream.read(&mut byte), if !hung_up => {
+                        if !read.is_ok_and(|n| n > 0) {
+                            gone.send_replace(true);
+                        }
+                    }
+                }
+            }
+        }
+        Err(e) => LegReply {
+            error: Some(Error::new(ErrorKind::Malformed, "not a leg").caused_by(e).to_refusal()),
+            ..LegReply::default()
+        },
+    };
+    let mut line = serde_json::to_vec(&reply)
+        .map_err(|e| Error::new(ErrorKind::Internal, "cannot write an answer").caused_by(e))?;
+    line.push(b'\n');
+    // Nobody may be there any more.
+    let _ = stream.get_mut().write_all(&line).await;
+    Ok(())
+}
+
+async fn handle(
+    request: LegRequest,
+    worker: &Worker,
+    model: &Model,
+    gone: tokio::sync::watch::Receiver<bool>,
+) -> LegReply {
+    let mut reply = LegReply::default();
+    let end = match (&request, worker) {
+        (LegRequest::Stats, _) => Ok(()),
+        (LegRequest::Prefill { .. }, Worker::Prefill(handle)) => {
+            prefill::run(request, handle, model, gone, &mut reply).await
+        }
+        (LegRequest::Decode { .. }, Worker::Decode(handle)) => {
+            decode::run(request, handle, model, gone, &mut reply).await
+        }
+        _ => Err(Error::new(ErrorKind::Malformed, "the leg is for a worker of the other role")
+            .with("worker", &worker.address().key)),
+    };
+    if let Err(e) = end {
+        reply.error = Some(e.to_refusal());
+    }
+    match worker {
+        Worker::Prefill(handle) => reply.retries = handle.retries(),
+        Worker::Decode(handle) => reply.quarantined_blocks = handle.quarantine().blocks(),
+    }
+    reply
+}
+
+/// Does `work` to its end; if the client hangs up meanwhile, aborts beside it.
+pub(super) async fn abort_when_gone<T>(
+    work: impl Future<Output = T>,
+    mut gone: tokio::sync::watch::Receiver<bool>,
+    abort: impl Future<Output = Result<()>>,
+) -> T {
+    let hung_up = async {
+        // The sender lives as long as this leg.
+        if gone.wait_for(|gone| *gone).await.is_ok()
+            && let Err(e) = abort.await
+        {
+            tracing::warn!(error = %e, "a leg whose client hung up cannot be aborted");
+        }
+    };
+    tokio::pin!(work, hung_up);
+    let mut told = false;
+    loop {
+        tokio::select! {
+            biased;
+            end = &mut work => return end,
+            () = &mut hung_up, if !told => told = true,
+        }
+    }
+}

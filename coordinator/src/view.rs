@@ -1,0 +1,446 @@
+//! What the coordinator knows of the cluster, and which pairs it would try.
+//!
+//! A [`ClusterView`] is a snapshot: it never changes, and it is a hint. The decode worker alone
+//! decides. In: pages of the registry. Out: snapshots, scores, and an order of candidates with a
+//! reason for each one that is left out.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use kvlane_proto::layout::{Coordinates, Difference};
+use kvlane_proto::msg::service::{Cursor, Load, WorkerAddress, WorkerView};
+use kvlane_proto::{Error, ErrorKind, Identity, Layout, Role, Time, WorkerKey, limits};
+use kvlane_transport::service_client::Page;
+
+/// Pairs that one request tries.
+const CANDIDATES_MAX: usize = 8;
+
+/// A worker of a snapshot.
+#[derive(Clone, Debug)]
+pub struct Member {
+    /// What the registry says.
+    pub view: WorkerView,
+    /// Members of one class have layouts that fit.
+    class: u32,
+}
+
+impl Member {
+    /// Who it is, and which start.
+    pub fn key(&self) -> &WorkerKey {
+        &self.view.registration.worker.key
+    }
+    /// Where it answers.
+    pub fn address(&self) -> &WorkerAddress {
+        &self.view.registration.worker
+    }
+    /// Why it takes no new rooms, if so.
+    fn why_not(&self) -> Option<(ErrorKind, String)> {
+        let who = self.key();
+        if !self.view.alive {
+            return Some((ErrorKind::LeaseExpired, format!("{who}: its lease has ended")));
+        }
+        self.view.load.draining.then(|| (ErrorKind::Draining, format!("{who}: it drains")))
+    }
+    fn shares_engine(&self, other: &Member) -> bool {
+        let theirs = &other.view.registration.engines;
+        self.view.registration.engines.iter().any(|e| theirs.contains(e))
+    }
+    /// Smaller is better.
+    fn cost(&self, recent: &HashMap<Identity, u32>) -> (bool, u32, u32, u32) {
+        let Load { rooms, queued, free_lanes, .. } = self.view.load;
+        let own = recent.get(&self.key().identity).copied().unwrap_or(0);
+        (self.view.suspected, queued, rooms.saturating_add(own), u32::MAX - free_lanes)
+    }
+}
+
+/// A snapshot of the cluster.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterView {
+    members: BTreeMap<Identity, Arc<Member>>,
+    /// How far in the registry's log it reaches.
+    pub read: Cursor,
+}
+
+/// What a pair is worth, as far as the snapshot knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PairScore {
+    /// Fields that differ (decode's value first); a pair fits only if there are none.
+    pub differences: Vec<Difference>,
+    /// Other reasons against the pair: unknown, lease ended, draining.
+    pub against: Vec<String>,
+    /// The prefill worker's load.
+    pub prefill: Load,
+    /// The decode worker's load; its free lanes are what a room needs.
+    pub decode: Load,
+}
+
+impl PairScore {
+    /// Whether the pair can be tried.
+    pub fn is_usable(&self) -> bool {
+        self.differences.is_empty() && self.against.is_empty()
+    }
+}
+
+impl ClusterView {
+    /// One worker.
+    pub fn worker(&self, identity: &Identity) -> Option<&Arc<Member>> {
+        self.members.get(identity)
+    }
+    /// Every worker known, dead ones included, by identity.
+    pub fn workers(&self) -> impl Iterator<Item = &Arc<Member>> {
+        self.members.values()
+    }
+    /// Workers of a role whose lease runs.
+    pub fn alive(&self, role: Role) -> impl Iterator<Item = &Arc<Member>> {
+        self.workers().filter(move |m| m.view.alive && m.key().identity.role == role)
+    }
+    /// Whether this very start of a worker is alive, as far as is known.
+    pub fn is_alive(&self, key: &WorkerKey) -> bool {
+        self.worker(&key.identity).is_some_and(|m| m.view.alive && m.key() == key)
+    }
+
+    /// Scores a pair.
+    pub fn pair_score(&self, prefill: &Identity, decode: &Identity) -> PairScore {
+        let mut score = PairScore::default();
+        let mut find = |identity: &Identity, role| {
+            let found = self.worker(identity).filter(|m| m.key().identity.role == role);
+            match found {
+                None => score.against.push(format!("{identity}: no such {role} worker is known")),
+                Some(m) => score.against.extend(m.why_not().map(|w| w.1)),
+            }
+            found
+        };
+        let (p, d) = (find(prefill, Role::Prefill), find(decode, Role::Decode));
+        if let (Some(p), Some(d)) = (p, d) {
+            score.differences = d.view.registration.differences(&p.view.registration);
+        }
+        score.prefill = p.map(|m| m.view.load).unwrap_or_default();
+        score.decode = d.map(|m| m.view.load).unwrap_or_default();
+        score
+    }
+
+    /// The pairs to try, best first, and why every other decode worker is left out.
+    pub(crate) fn candidates(
+        &self,
+        prefill: Option<&Identity>,
+        decode: Option<&Identity>,
+        recent: &HashMap<Identity, u32>,
+        turn: usize,
+    ) -> Candidates {
+        let mut out = Candidates::default();
+        let asked = |role, only: Option<&Identity>| -> Vec<&Arc<Member>> {
+            self.workers()
+                .filter(|m| m.key().identity.role == role)
+                .filter(|m| only.is_none_or(|o| m.key().identity == *o))
+                .collect()
+        };
+        let mut groups: HashMap<u32, Vec<&Arc<Member>>> = HashMap::new();
+        let mut some_prefill = None;
+        for p in asked(Role::Prefill, prefill) {
+            match p.why_not() {
+                Some((kind, why)) => out.refuse(kind, why),
+                None => {
+                    some_prefill.get_or_insert(p);
+                    groups.entry(p.class).or_default().push(p);
+                }
+            }
+        }
+        let mut decodes = asked(Role::Decode, decode);
+        // Ties go round: each request begins at another worker.
+        let turned = decodes.len().max(1);
+        decodes.rotate_left(turn % turned);
+        decodes.sort_by_cached_key(|d| d.cost(recent));
+        for d in decodes {
+            if let Some((kind, why)) = d.why_not() {
+                out.refuse(kind, why);
+                continue;
+            }
+            let group = groups.get(&d.class).map_or(&[][..], Vec::as_slice);
+            let turn = turn % group.len().max(1);
+            let turned = group[turn..].iter().chain(&group[..turn]);
+            let best = turned.filter(|p| d.shares_engine(p)).min_by_key(|p| p.cost(recent));
+            match (best, some_prefill) {
+                (Some(p), _) if out.pairs.len() < CANDIDATES_MAX => {
+                    out.pairs.push((Arc::clone(p), Arc::clone(d)));
+                }
+                (Some(_), _) => {}
+                (None, Some(p)) => {
+                    let fields: Vec<String> = d
+                        .view
+                        .registration
+                        .differences(&p.view.registration)
+                        .iter()
+                        .map(|f| format!("{}: decode {} / prefill {}", f.field, f.here, f.there))
+                        .collect();
+                    let why = format!("{} with {}: {}", d.key(), p.key(), fields.join(", "));
+                    out.refuse(ErrorKind::Incompatible, why);
+                }
+                (None, None) => {
+                    let why = format!("{}: no prefill worker that could send to it", d.key());
+                    out.refuse(ErrorKind::NotFound, why);
+                }
+            }
+        }
+        for (role, only) in [(Role::Prefill, prefill), (Role::Decode, decode)] {
+            if let Some(only) = only.filter(|o| self.worker(o).is_none()) {
+                out.refuse(ErrorKind::NotFound, format!("{only}: no such {role} worker is known"));
+            } else if !self.workers().any(|m| m.key().identity.role == role) {
+                out.refuse(ErrorKind::NotFound, format!("no {role} worker is registered"));
+            }
+        }
+        out
+    }
+}
+
+/// What a request may try, and what was considered and left out.
+#[derive(Debug, Default)]
+pub(crate) struct Candidates {
+    pub(crate) pairs: Vec<(Arc<Member>, Arc<Member>)>,
+    refused: Vec<(ErrorKind, String)>,
+}
+
+impl Candidates {
+    /// Notes why a candidate is out.
+    pub(crate) fn refuse(&mut self, kind: ErrorKind, why: String) {
+        self.refused.push((kind, why));
+    }
+    /// The error of a request that nobody took: names each one considered.
+    pub(crate) fn into_error(self, what: &'static str) -> Error {
+        const SHOWN: usize = 16;
+        // Whoever was asked comes last and says most; then what a change of workers would fix.
+        let by_worth = [
+            ErrorKind::Busy,
+            ErrorKind::DeadlineExceeded,
+            ErrorKind::PeerLost,
+            ErrorKind::StaleIncarnation,
+            ErrorKind::Incompatible,
+            ErrorKind::Draining,
+            ErrorKind::LeaseExpired,
+        ];
+        let has = |k: &ErrorKind| self.refused.iter().any(|(r, _)| r == k);
+        let other = self.refused.iter().map(|r| r.0).find(|k| *k != ErrorKind::NotFound);
+        let kind = by_worth.into_iter().find(has).or(other).unwrap_or(ErrorKind::NotFound);
+        let left_off = self.refused.len().saturating_sub(SHOWN);
+        let mut e = Error::new(kind, what);
+        for (kind, why) in self.refused.iter().rev().take(SHOWN) {
+            e = e.with("considered", format!("{}: {why}", kind.code()));
+        }
+        if left_off > 0 {
+            e = e.with("and_more", left_off);
+        }
+        e.hint(match kind {
+            ErrorKind::Busy => "wait longer, or add decode workers",
+            ErrorKind::Incompatible => {
+                "pair workers of one model with the same parallelism, dtype and page size"
+            }
+            _ => "see each worker's reason",
+        })
+    }
+}
+
+/// Follows the registry's log.
+#[derive(Debug, Default)]
+pub(crate) struct Follower {
+    view: ClusterView,
+    /// Workers that go by then: dead ones, and those that the service knew before it forgot
+    /// everything unless they register again.
+    leaving: HashMap<Identity, Time>,
+    classes: HashMap<Layout, u32>,
+    changed: bool,
+}
+
+impl Follower {
+    pub(crate) fn cursor(&self) -> Cursor {
+        self.view.read
+    }
+
+    /// Takes a page; `grace_ms` is how long workers have to register again after a reset.
+    pub(crate) fn take(&mut self, now: Time, page: Page, grace_ms: u64) {
+        if page.reset {
+            self.classes.clear();
+            let until = now.plus_ms(grace_ms);
+            self.leaving =
+                self.view.members.keys().map(|identity| (identity.clone(), until)).collect();
+            // Classes were renumbered.
+            for member in self.view.members.values_mut() {
+                let class = class_of(&mut self.classes, &member.view.registration.layout);
+                *member = Arc::new(Member { view: member.view.clone(), class });
+            }
+        }
+        self.changed |= page.reset || !page.workers.is_empty();
+        for view in page.workers {
+            let identity = view.registration.worker.key.identity.clone();
+            let class = class_of(&mut self.classes, &view.registration.layout);
+            // Dead ones stay a while, so that a refusal can name them.
+            if view.alive {
+                self.leaving.remove(&identity);
+            } else {
+                self.leaving.insert(identity.clone(), now.plus_ms(limits::WORKER_KEEP_MS));
+            }
+            self.view.members.insert(identity, Arc::new(Member { view, class }));
+        }
+        self.view.read = page.next;
+    }
+
+    /// Drops those whose time is over.
+    pub(crate) fn expire(&mut self, now: Time) {
+        let gone: Vec<Identity> =
+            self.leaving.iter().filter(|c| *c.1 <= now).map(|c| c.0.clone()).collect();
+        for identity in gone {
+            self.leaving.remove(&identity);
+            self.view.members.remove(&identity);
+            self.changed = true;
+        }
+    }
+
+    /// A snapshot, if anything has changed since the last.
+    pub(crate) fn snapshot(&mut self) -> Option<Arc<ClusterView>> {
+        std::mem::take(&mut self.changed).then(|| Arc::new(self.view.clone()))
+    }
+}
+
+fn class_of(classes: &mut HashMap<Layout, u32>, layout: &Layout) -> u32 {
+    // Replicas of one model differ in their place only, which is not compared.
+    let at = Coordinates { dp: (0, 1), ..layout.at };
+    let next = classes.len() as u32;
+    *classes.entry(Layout { at, ..layout.clone() }).or_insert(next)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvlane_proto::Incarnation;
+    use kvlane_proto::layout::{Dtype, KvKind, Order};
+    use kvlane_proto::msg::service::Registration;
+
+    fn worker(role: Role, name: &str, change: impl FnOnce(&mut WorkerView)) -> WorkerView {
+        let identity = Identity::new("c", role, name, 0).unwrap();
+        let key = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
+        let mut view = WorkerView {
+            registration: Registration {
+                worker: WorkerAddress { key, address: "h:1".into() },
+                layout: Layout {
+                    model: "tiny".into(),
+                    layers: 4,
+                    first_layer: 0,
+                    kv_heads: 2,
+                    kv_heads_total: 2,
+                    head_dim: 8,
+                    dtype: Dtype::Bf16,
+                    page_tokens: 4,
+                    order: Order::Nhd,
+                    kind: KvKind::Split,
+                    at: Coordinates::SINGLE,
+                },
+                pool_blocks: 8,
+                engines: vec!["tcp".into()],
+                serving: String::new(),
+                build: String::new(),
+            },
+            load: Load::default(),
+            alive: true,
+            suspected: false,
+            epoch: 1,
+        };
+        change(&mut view);
+        view
+    }
+    fn page(log: u64, reset: bool, workers: Vec<WorkerView>) -> Page {
+        Page { next: Cursor { log, revision: 1, began: 1 }, reset, workers, more: false }
+    }
+    fn view(workers: Vec<WorkerView>) -> Arc<ClusterView> {
+        let mut f = Follower::default();
+        f.take(Time(0), page(1, true, workers), 0);
+        f.snapshot().unwrap()
+    }
+    fn names(c: &Candidates) -> Vec<(String, String)> {
+        let name = |m: &Member| m.key().identity.instance.clone();
+        c.pairs.iter().map(|(p, d)| (name(p), name(d))).collect()
+    }
+
+    #[test]
+    fn the_least_loaded_come_first_and_own_reservations_count_at_once() {
+        let v = view(vec![
+            worker(Role::Prefill, "p0", |w| w.load.rooms = 5),
+            worker(Role::Prefill, "p1", |w| w.load.rooms = 4),
+            worker(Role::Decode, "d0", |w| w.load.rooms = 2),
+            worker(Role::Decode, "d1", |w| w.load.rooms = 1),
+            worker(Role::Decode, "d2", |w| w.load.queued = 1),
+            worker(Role::Decode, "d3", |w| w.suspected = true),
+        ]);
+        let mut recent = HashMap::new();
+        let order = |c: Candidates| -> Vec<String> {
+            names(&c).into_iter().map(|(p, d)| format!("{p}{d}")).collect()
+        };
+        let c = v.candidates(None, None, &recent, 0);
+        assert_eq!(order(c), ["p1d1", "p1d0", "p1d2", "p1d3"]);
+        for (role, name) in [(Role::Decode, "d1"), (Role::Prefill, "p1")] {
+            recent.insert(Identity::new("c", role, name, 0).unwrap(), 2);
+        }
+        assert_eq!(order(v.candidates(None, None, &recent, 0))[0], "p0d0");
+    }
+
+    #[test]
+    fn ties_go_round_at_both_legs() {
+        let mut workers = Vec::new();
+        for i in 0..3 {
+            workers.push(worker(Role::Prefill, &format!("p{i}"), |_| {}));
+            workers.push(worker(Role::Decode, &format!("d{i}"), |_| {}));
+        }
+        let v = view(workers);
+        let first = |turn| names(&v.candidates(None, None, &HashMap::new(), turn))[0].clone();
+        let seen: std::collections::HashSet<_> = (0..3).map(first).collect();
+        assert_eq!(seen.len(), 3);
+    }
+
+    #[test]
+    fn every_worker_that_is_left_out_has_its_reason() {
+        let v = view(vec![
+            worker(Role::Prefill, "p", |_| {}),
+            worker(Role::Decode, "dead", |w| w.alive = false),
+            worker(Role::Decode, "drains", |w| w.load.draining = true),
+            worker(Role::Decode, "dtype", |w| w.registration.layout.dtype = Dtype::Fp16),
+            worker(Role::Decode, "engine", |w| w.registration.engines = vec!["shm".into()]),
+            worker(Role::Decode, "replica", |w| w.registration.layout.at.dp = (1, 2)),
+        ]);
+        let c = v.candidates(None, None, &HashMap::new(), 0);
+        assert_eq!(names(&c), [("p".to_string(), "replica".to_string())]);
+        let e = c.into_error("x");
+        let text = e.to_string();
+        for why in [
+            "dead/0@010101010101: its lease has ended",
+            "drains/0@010101010101: it drains",
+            "dtype: decode fp16 / prefill bf16",
+            "engines: decode shm / prefill tcp",
+        ] {
+            assert!(text.contains(why), "{text}");
+        }
+        assert_eq!(e.kind(), ErrorKind::Incompatible);
+        let empty = view(vec![]).candidates(None, None, &HashMap::new(), 0).into_error("x");
+        assert_eq!(empty.kind(), ErrorKind::NotFound);
+        assert!(empty.to_string().contains("no decode worker is registered"), "{empty}");
+    }
+
+    #[test]
+    fn a_service_that_forgot_everything_does_not_empty_the_view_at_once() {
+        let t = |ms| Time(0).plus_ms(ms);
+        let mut f = Follower::default();
+        let (a, b) = (worker(Role::Decode, "a", |_| {}), worker(Role::Decode, "b", |_| {}));
+        f.take(t(0), page(1, true, vec![a.clone(), b]), 5_000);
+        f.take(t(10), page(2, true, vec![]), 5_000);
+        f.expire(t(5_009));
+        assert_eq!(f.snapshot().unwrap().alive(Role::Decode).count(), 2);
+        f.take(t(5_009), page(2, false, vec![a]), 5_000);
+        f.expire(t(5_010));
+        let v = f.snapshot().unwrap();
+        let left: Vec<_> = v.workers().map(|m| m.key().identity.instance.as_str()).collect();
+        assert_eq!(left, ["a"]);
+        assert!(f.snapshot().is_none());
+        // A dead one stays for its reason, but not for ever.
+        f.take(t(6_000), page(2, false, vec![worker(Role::Decode, "a", |w| w.alive = false)]), 0);
+        f.expire(t(6_000 + limits::WORKER_KEEP_MS - 1));
+        assert_eq!(f.snapshot().unwrap().workers().count(), 1);
+        f.expire(t(6_000 + limits::WORKER_KEEP_MS));
+        assert_eq!(f.snapshot().unwrap().workers().count(), 0);
+    }
+}

@@ -1,0 +1,389 @@
+//! The `tcp` engine against raw TCP, in one sitting: `cargo bench -p kvlane-transport --bench tcp_pages`.
+//!
+//! Raw is a blocking loop of `writev`/`readv` straight between random pages and one byte of ack, at
+//! three sizes of a call, of which the best counts. The engine is two driver threads over one lane,
+//! parts of 1 MiB, each acknowledged. Both use the same pools. Repetitions are interleaved, so that
+//! what else the machine does hits all alike; medians are compared. Prints the tables of
+//! `docs/performance.md`. First argument: repetitions (default 15).
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
+use kvlane_proto::{
+    BlockList, Device, GrantId, Grid, Identity, Incarnation, LaneId, Layout, LinkId, PartId, Plan,
+    PoolMap, Role, WorkerKey, limits,
+};
+use kvlane_transport::engine::driver::{EngineHandle, spawn};
+use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
+use kvlane_transport::engine::{Command, EngineEvent, FenceHow, OpenGrant, Post};
+use kvlane_transport::memory::Region;
+use kvlane_transport::sys::mem::Pages;
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+const POOL_BYTES: u64 = 256 << 20;
+const LINK: LinkId = LinkId(1);
+/// Until a receiver has settled into its wait.
+const READY: Duration = Duration::from_millis(4);
+const RAW_CALL_BYTES: [u64; 3] = [64 << 10, 256 << 10, 1 << 20];
+
+fn layout(page_bytes: u32) -> Layout {
+    let page_tokens = page_bytes.div_ceil(1 << 16);
+    Layout {
+        model: "bench".into(),
+        layers: 1,
+        first_layer: 0,
+        kv_heads: 1,
+        kv_heads_total: 1,
+        head_dim: page_bytes / page_tokens,
+        dtype: Dtype::Fp8E4m3,
+        page_tokens,
+        order: Order::Nhd,
+        kind: KvKind::Mla,
+        at: Coordinates::SINGLE,
+    }
+}
+
+/// `n` different block ids in random order.
+fn random_ids(seed: &mut u64, pool_blocks: u32, n: usize) -> Vec<u32> {
+    let mut ids: Vec<u32> = (0..pool_blocks).collect();
+    for i in (1..ids.len()).rev() {
+        *seed ^= *seed << 13;
+        *seed ^= *seed >> 7;
+        *seed ^= *seed << 17;
+        ids.swap(i, (*seed % (i as u64 + 1)) as usize);
+    }
+    ids.truncate(n);
+    ids
+}
+
+fn plan(region: &Region, layout: &Layout, ids: &[u32], part_bytes: u64) -> Outcome<Arc<Plan>> {
+    let blocks = (POOL_BYTES / u64::from(layout.page_bytes())) as u32;
+    let map = PoolMap::contiguous(Device::Host, region.address(), layout, blocks);
+    let grid = Grid::new(layout, ids.len() as u32, part_bytes)?;
+    Ok(Arc::new(Plan::new(grid, layout, Arc::new(map), &BlockList::from_ids(ids))?))
+}
+
+fn pages(region: &Region, plan: &Plan) -> Outcome<Pages> {
+    let mut out = Pages::default();
+    for part in 0..plan.grid().parts() {
+        for page in plan.pages(PartId(part))?.iter() {
+            out.push(region.memory(), page.address, page.bytes.into())?;
+        }
+    }
+    Ok(out)
+}
+
+/// Pages to receive, bytes of one call, bytes after which to acknowledge.
+type RawJob = (Pages, u64, u64);
+
+/// The raw loop; its receiver is on a thread of its own.
+struct Raw {
+    stream: TcpStream,
+    jobs: SyncSender<RawJob>,
+}
+
+impl Raw {
+    fn new() -> Outcome<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let stream = TcpStream::connect(listener.local_addr()?)?;
+        let (mut other, _) = listener.accept()?;
+        stream.set_nodelay(true)?;
+        other.set_nodelay(true)?;
+        let (jobs, queue) = sync_channel::<RawJob>(1);
+        std::thread::spawn(move || -> Outcome<()> {
+            while let Ok((mut pages, call_bytes, ack_bytes)) = queue.recv() {
+                while pages.left() > 0 {
+                    let mut left = ack_bytes.min(pages.left());
+                    while left > 0 {
+                        let n = pages.read_from(other.as_fd(), call_bytes.min(left), &mut [])?;
+                        pages.advance(n);
+                        left -= n;
+                    }
+                    other.write_all(&[1])?;
+                }
+            }
+            Ok(())
+        });
+        Ok(Self { stream, jobs })
+    }
+    /// How long each stretch of `ack_bytes` took to its ack, with a pause before each.
+    fn run(
+        &mut self,
+        mut from: Pages,
+        to: Pages,
+        (call_bytes, ack_bytes): (u64, u64),
+        pause: Duration,
+    ) -> Outcome<Vec<Duration>> {
+        self.jobs.send((to, call_bytes, ack_bytes))?;
+        // The receiver waits in its first call.
+        std::thread::sleep(READY);
+        let mut took = Vec::new();
+        while from.left() > 0 {
+            if !pause.is_zero() {
+                std::thread::sleep(pause);
+            }
+            let start = Instant::now();
+            let mut left = ack_bytes.min(from.left());
+            while left > 0 {
+                let n = from.write_to(self.stream.as_fd(), &[], call_bytes.min(left))?;
+                from.advance(n);
+                left -= n;
+            }
+            self.stream.read_exact(&mut [0])?;
+            took.push(start.elapsed());
+        }
+        Ok(took)
+    }
+}
+
+/// What the sender's callback works on: posts the next part for each that is acknowledged.
+struct Job {
+    grant: GrantId,
+    plan: Arc<Plan>,
+    next: u32,
+    left: u32,
+    start: Instant,
+    posted: Instant,
+    /// From the latest post to each acknowledgement; a round trip if one part is in flight.
+    took: Vec<Duration>,
+}
+
+impl Job {
+    fn post(&mut self, handle: &EngineHandle) -> Outcome<()> {
+        if self.next < self.plan.grid().parts() {
+            let part = PartId(self.next);
+            self.next += 1;
+            self.posted = Instant::now();
+            let (grant, lane) = (self.grant, LaneId(0));
+            let pages = self.plan.pages(part)?;
+            handle.send(Command::Post(Post { link: LINK, grant, part, lane, pages }))?;
+        }
+        Ok(())
+    }
+}
+
+struct Engines {
+    tx: EngineHandle,
+    rx: EngineHandle,
+    job: Arc<Mutex<Option<Job>>>,
+    done: Receiver<(Duration, Vec<Duration>)>,
+    grant: u64,
+}
+
+impl Engines {
+    fn new(src: &Arc<Region>, dst: &Arc<Region>) -> Outcome<Self> {
+        let job: Arc<Mutex<Option<Job>>> = Arc::default();
+        let own: Arc<OnceLock<EngineHandle>> = Arc::default();
+        let (said_tx, say) = (channel(), channel());
+        let (finished, done) = channel();
+        let on_tx = {
+            let (job, own, said) = (job.clone(), own.clone(), said_tx.0);
+            move |events: Vec<EngineEvent>| {
+                for event in events {
+                    let EngineEvent::Acked { .. } = event else {
+                        said.send(event).ok();
+                        continue;
+                    };
+                    let (Ok(mut slot), Some(handle)) = (job.lock(), own.get()) else { return };
+                    let Some(job) = slot.as_mut() else { return };
+                    job.left -= 1;
+                    job.took.push(job.posted.elapsed());
+                    if job.left == 0 {
+                        let took = std::mem::take(&mut job.took);
+                        finished.send((job.start.elapsed(), took)).ok();
+                        *slot = None;
+                    } else if job.post(handle).is_err() {
+                        return;
+                    }
+                }
+            }
+        };
+        let said_rx = say.0;
+        let on_rx = move |events: Vec<EngineEvent>| {
+            for event in events {
+                if !matches!(event, EngineEvent::Arrived { .. } | EngineEvent::Fenced(_)) {
+                    said_rx.send(event).ok();
+                }
+            }
+        };
+        let tx = spawn(Box::new(TcpEngine::new(TcpConfig::default())?), Box::new(on_tx))?;
+        let rx = spawn(Box::new(TcpEngine::new(TcpConfig::default())?), Box::new(on_rx))?;
+        own.set(tx.clone()).ok();
+        tx.register(src)?;
+        rx.register(dst)?;
+        let peer = |role| -> Outcome<WorkerKey> {
+            let identity = Identity::new("bench", role, "i", 0)?;
+            Ok(WorkerKey { identity, incarnation: Incarnation([0; 16]) })
+        };
+        let (d, p) = (peer(Role::Decode)?, peer(Role::Prefill)?);
+        tx.send(Command::Listen { link: LINK, peer: d, lanes: 1, receiver: false })?;
+        rx.send(Command::Listen { link: LINK, peer: p, lanes: 1, receiver: true })?;
+        let (said_tx, said_rx) = (said_tx.1, say.1);
+        let blob = |said: &Receiver<EngineEvent>| -> Outcome<Vec<u8>> {
+            match said.recv_timeout(Duration::from_secs(5))? {
+                EngineEvent::Local { blob, .. } => Ok(blob?),
+                other => Err(format!("{other:?}").into()),
+            }
+        };
+        let remote = blob(&said_rx)?;
+        blob(&said_tx)?;
+        tx.send(Command::Connect { link: LINK, remote, map: None })?;
+        match said_tx.recv_timeout(Duration::from_secs(5))? {
+            EngineEvent::LaneUp { .. } => {}
+            other => return Err(format!("{other:?}").into()),
+        }
+        Ok(Self { tx, rx, job, done, grant: 0 })
+    }
+    fn open(&mut self, to: Arc<Plan>) -> Outcome<GrantId> {
+        self.grant += 1;
+        let grant = GrantId(self.grant);
+        let lanes = vec![LaneId(0)];
+        self.rx.send(Command::Open(OpenGrant { link: LINK, grant, lanes, plan: to }))?;
+        std::thread::sleep(READY);
+        Ok(grant)
+    }
+    /// Posts parts `from` to `to` of a plan with at most `window` in flight; returns when all are
+    /// acknowledged.
+    fn send(
+        &self,
+        grant: GrantId,
+        plan: &Arc<Plan>,
+        (from, to): (u32, u32),
+        window: u32,
+    ) -> Outcome<(Duration, Vec<Duration>)> {
+        let (plan, now) = (plan.clone(), Instant::now());
+        let left = to - from;
+        let mut job =
+            Job { grant, plan, next: from, left, start: now, posted: now, took: Vec::new() };
+        {
+            let mut slot = self.job.lock().map_err(|e| e.to_string())?;
+            for _ in 0..window.min(left) {
+                job.post(&self.tx)?;
+            }
+            *slot = Some(job);
+        }
+        Ok(self.done.recv_timeout(Duration::from_secs(60))?)
+    }
+    /// From the first post to the last acknowledgement.
+    fn run(&mut self, from: &Arc<Plan>, to: Arc<Plan>) -> Outcome<Duration> {
+        let grant = self.open(to)?;
+        let parts = (0, from.grid().parts());
+        let (took, _) = self.send(grant, from, parts, limits::PARTS_IN_FLIGHT_PER_LANE)?;
+        self.rx.send(Command::Fence { grant, how: FenceHow::Close })?;
+        Ok(took)
+    }
+    /// One part at a time, with a pause before each.
+    fn trips(
+        &mut self,
+        from: &Arc<Plan>,
+        to: Arc<Plan>,
+        pause: Duration,
+    ) -> Outcome<Vec<Duration>> {
+        let grant = self.open(to)?;
+        let parts = from.grid().parts();
+        let took = if pause.is_zero() {
+            self.send(grant, from, (0, parts), 1)?.1
+        } else {
+            let mut took = Vec::new();
+            for part in 0..parts {
+                std::thread::sleep(pause);
+                took.push(self.send(grant, from, (part, part + 1), 1)?.0);
+            }
+            took
+        };
+        self.rx.send(Command::Fence { grant, how: FenceHow::Close })?;
+        Ok(took)
+    }
+}
+
+fn quantile(samples: &mut [f64], q: f64) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples[((samples.len() - 1) as f64 * q) as usize]
+}
+
+fn main() -> Outcome<()> {
+    // `cargo bench` adds flags of its own.
+    let reps = std::env::args().skip(1).find_map(|a| a.parse().ok()).unwrap_or(15usize);
+    let (src, dst) = (Region::memfd(POOL_BYTES)?, Region::memfd(POOL_BYTES)?);
+    src.memory().fill(0, POOL_BYTES, 1)?;
+    let mut raw = Raw::new()?;
+    let mut engines = Engines::new(&src, &dst)?;
+    let mut seed = 0x2545_f491_4f6c_dd1d;
+
+    println!("| page | pages | raw GB/s (best call size) | engine GB/s | engine / raw |");
+    println!("|---|---|---|---|---|");
+    for page_bytes in [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20] {
+        let l = layout(page_bytes);
+        let pool_blocks = (POOL_BYTES / u64::from(page_bytes)) as u32;
+        let n = (pool_blocks as usize).min(4096);
+        let gb = n as f64 * f64::from(page_bytes) / 1e9;
+        let mut raw_rates = vec![Vec::new(); RAW_CALL_BYTES.len()];
+        let mut rates = Vec::new();
+        for rep in 0..=reps {
+            for way in 0..=RAW_CALL_BYTES.len() {
+                let from =
+                    plan(&src, &l, &random_ids(&mut seed, pool_blocks, n), limits::PART_BYTES)?;
+                let to =
+                    plan(&dst, &l, &random_ids(&mut seed, pool_blocks, n), limits::PART_BYTES)?;
+                let (took, rates) = match RAW_CALL_BYTES.get(way) {
+                    Some(&call_bytes) => {
+                        let (from, to) = (pages(&src, &from)?, pages(&dst, &to)?);
+                        (
+                            raw.run(from, to, (call_bytes, u64::MAX), Duration::ZERO)?[0],
+                            &mut raw_rates[way],
+                        )
+                    }
+                    None => (engines.run(&from, to)?, &mut rates),
+                };
+                // The first round warms up.
+                if rep > 0 {
+                    rates.push(gb / took.as_secs_f64());
+                }
+            }
+        }
+        let (best, call) = raw_rates
+            .iter_mut()
+            .zip(RAW_CALL_BYTES)
+            .map(|(rates, call)| (quantile(rates, 0.5), call))
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .ok_or("no rates")?;
+        let rate = quantile(&mut rates, 0.5);
+        println!(
+            "| {} KiB | {n} | {best:.2} ({} KiB) | {rate:.2} | {:.2} |",
+            page_bytes >> 10,
+            call >> 10,
+            rate / best
+        );
+    }
+
+    println!();
+    println!("| one 4 KiB page and its ack | raw p50 / p99 µs | engine p50 / p99 µs |");
+    println!("|---|---|---|");
+    let l = layout(4096);
+    for (name, pause_us) in [("one after the other", 0), ("after 300 µs of nothing", 300)] {
+        let pause = Duration::from_micros(pause_us);
+        let (mut raw_us, mut us) = (Vec::new(), Vec::new());
+        for rep in 0..=reps {
+            let from = plan(&src, &l, &random_ids(&mut seed, 1 << 16, 500), 4096)?;
+            let to = plan(&dst, &l, &random_ids(&mut seed, 1 << 16, 500), 4096)?;
+            let (raw_from, raw_to) = (pages(&src, &from)?, pages(&dst, &to)?);
+            let a = raw.run(raw_from, raw_to, (1 << 20, 4096), pause)?;
+            let b = engines.trips(&from, to, pause)?;
+            if rep > 0 {
+                raw_us.extend(a.iter().map(|d| d.as_secs_f64() * 1e6));
+                us.extend(b.iter().map(|d| d.as_secs_f64() * 1e6));
+            }
+        }
+        let both = |v: &mut Vec<f64>| format!("{:.1} / {:.1}", quantile(v, 0.5), quantile(v, 0.99));
+        println!("| {name} | {} | {} |", both(&mut raw_us), both(&mut us));
+    }
+    engines.tx.stop();
+    engines.rx.stop();
+    Ok(())
+}

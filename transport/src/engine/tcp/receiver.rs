@@ -1,0 +1,263 @@
+//! The receiving end of a lane: frames land in their pages or are read to scrap.
+//!
+//! In: bytes of one authenticated connection. Out: [`EngineEvent::Arrived`] and
+//! [`EngineEvent::Scrapped`], one ack a frame, in order. Invariants: bytes land only while the
+//! grant's pen is held; the frame of a grant that is not open, or is revoked half-way, is read to
+//! its end without landing, so that the lane lives on.
+
+use std::io::Read;
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use kvlane_proto::{Error, ErrorKind, GrantId, LaneId, LinkId, PartId, Refusal};
+
+use super::lane::{ACK_BACKLOG_BYTES, CALL_BYTES, CALLS_PER_TURN, Io, sort};
+use super::pen::{Pens, Target};
+use super::wire::{Ack, HEADER_BYTES, Header, Status};
+use crate::engine::EngineEvent;
+use crate::memory::Registry;
+use crate::sys::mem::Pages;
+use crate::sys::net;
+
+/// What a lane works with while it has its turn.
+pub(super) struct Turn<'a> {
+    pub(super) pens: &'a Pens,
+    pub(super) registry: &'a Registry,
+    /// Where refused bytes go.
+    pub(super) scrap: &'a mut [u8],
+    pub(super) events: &'a mut Vec<EngineEvent>,
+}
+
+/// A frame whose header has come.
+struct Frame {
+    header: Header,
+    fate: Fate,
+}
+
+/// What the bytes behind a header are for.
+enum Fate {
+    /// They land in `Inbound::pages`.
+    Land { target: Arc<Target>, crc: u32 },
+    /// They are thrown away.
+    Scrap { left: u64, status: Status, why: Refusal },
+}
+
+/// One lane, connected and authenticated.
+pub(super) struct Inbound {
+    link: LinkId,
+    lane: LaneId,
+    stream: TcpStream,
+    header: [u8; HEADER_BYTES],
+    /// Bytes of `header` that have come.
+    have: usize,
+    /// The frame that is being read.
+    frame: Option<Frame>,
+    pages: Pages,
+    /// Acks that the socket has not taken yet.
+    acks: Vec<u8>,
+    /// Turns since something moved.
+    pub(super) quiet: u32,
+}
+
+impl Inbound {
+    pub(super) fn new(link: LinkId, lane: LaneId, stream: TcpStream) -> Self {
+        Self {
+            link,
+            lane,
+            stream,
+            header: [0; HEADER_BYTES],
+            have: 0,
+            frame: None,
+            pages: Pages::default(),
+            acks: Ack::WELCOME.encode().to_vec(),
+            quiet: 0,
+        }
+    }
+    pub(super) fn id(&self) -> LaneId {
+        self.lane
+    }
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+    /// Whether to read, whether to write.
+    pub(super) fn wants(&self) -> (bool, bool) {
+        (self.acks.len() < ACK_BACKLOG_BYTES, !self.acks.is_empty())
+    }
+    /// One turn; says whether anything moved, or why the lane is over.
+    pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+        let mut moved = false;
+        for _ in 0..CALLS_PER_TURN {
+            if self.acks.len() >= ACK_BACKLOG_BYTES || !self.step(turn)? {
+                break;
+            }
+            moved = true;
+        }
+        if !self.acks.is_empty()
+            && let Io::Some(n) = sort(net::send(&self.stream, &self.acks))?
+        {
+            self.acks.drain(..n);
+            moved = true;
+        }
+        self.quiet = if moved { 0 } else { self.quiet.saturating_add(1) };
+        Ok(moved)
+    }
+
+    /// One receive; says whether there may be more.
+    fn step(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+        let Some(frame) = self.frame.take() else {
+            match sort((&self.stream).read(&mut self.header[self.have..]))? {
+                Io::Later => return Ok(false),
+                Io::Some(n) => self.have += n,
+            }
+            self.begin_if_whole(turn)?;
+            return Ok(true);
+        };
+        match frame.fate {
+            Fate::Land { target, crc } => self.land(turn, frame.header, target, crc),
+            Fate::Scrap { left, status, why } => {
+                let most = left.min(turn.scrap.len() as u64) as usize;
+                let n = match sort((&self.stream).read(&mut turn.scrap[..most]))? {
+                    Io::Later => 0,
+                    Io::Some(n) => n as u64,
+                };
+                self.scrap(turn, frame.header, left - n, status, why);
+                Ok(n > 0)
+            }
+        }
+    }
+
+    /// One receive straight into the pages.
+    fn land(
+        &mut self,
+        turn: &mut Turn<'_>,
+        header: Header,
+        target: Arc<Target>,
+        mut crc: u32,
+    ) -> Result<bool, Refusal> {
+        let left = self.pages.left();
+        let Some(held) = target.hold() else {
+            let why = Error::new(ErrorKind::NotFound, "the grant was fenced while a part came in");
+            self.refuse(turn, header, left, Status::NoGrant, why);
+            return Ok(true);
+        };
+        // The next header often stands right behind; then it comes with the same call.
+        let got = self.pages.read_from(self.stream.as_fd(), CALL_BYTES, &mut self.header);
+        let n = match sort(got.map(|n| n as usize))? {
+            Io::Later => 0,
+            Io::Some(n) => n as u64,
+        };
+        let landed = n.min(left);
+        if header.crc32c.is_some() {
+            crc = self.pages.crc32c(crc, landed);
+        }
+        drop(held);
+        self.pages.advance(landed);
+        if landed < left {
+            self.frame = Some(Frame { header, fate: Fate::Land { target, crc } });
+            return Ok(n > 0);
+        }
+        self.have = (n - landed) as usize;
+        self.pages.clear();
+        if header.crc32c.is_some_and(|sent| sent != crc) {
+            let why = Error::new(ErrorKind::Corrupt, "the part's checksum differs")
+                .with("sent", format!("{:#010x}", header.crc32c.unwrap_or(0)))
+                .with("found", format!("{crc:#010x}"));
+            self.refuse(turn, header, 0, Status::Corrupt, why);
+        } else {
+            metrics::counter!("kvlane_tcp_received_bytes").increment(header.bytes.into());
+            let (grant, part) = (header.grant, header.part);
+            turn.events.push(EngineEvent::Arrived { grant, part, lane: self.lane });
+            self.ack(Status::Landed, grant, part);
+        }
+        self.begin_if_whole(turn)?;
+        Ok(true)
+    }
+
+    /// Once a header is whole: decides what becomes of its frame.
+    fn begin_if_whole(&mut self, turn: &mut Turn<'_>) -> Result<(), Refusal> {
+        if self.have < HEADER_BYTES {
+            return Ok(());
+        }
+        self.have = 0;
+        let Some(header) = Header::decode(&self.header) else {
+            return Err(Error::new(ErrorKind::Malformed, "the lane lost its framing")
+                .with("found", format!("{:02x?}", &self.header[..8]))
+                .with("expected", "4b 56 4c 46 01")
+                .to_refusal());
+        };
+        let bytes = u64::from(header.bytes);
+        match self.admit(turn, &header) {
+            Ok(target) if bytes > 0 => {
+                self.frame = Some(Frame { header, fate: Fate::Land { target, crc: 0 } });
+            }
+            Ok(_) => {
+                let (grant, part) = (header.grant, header.part);
+                turn.events.push(EngineEvent::Arrived { grant, part, lane: self.lane });
+                self.ack(Status::Landed, grant, part);
+            }
+            Err((status, why)) => {
+                self.pages.clear();
+                self.refuse(turn, header, bytes, status, why);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks a frame against its grant and fills `pages` with where it goes.
+    fn admit(&mut self, turn: &Turn<'_>, header: &Header) -> Result<Arc<Target>, (Status, Error)> {
+        let target =
+            turn.pens.admit(self.link, self.lane, header.grant, header.part).map_err(|e| {
+                let part = e.kind() == ErrorKind::InvalidPlan;
+                (if part { Status::WrongPart } else { Status::NoGrant }, e)
+            })?;
+        let part = target.plan.pages(header.part).map_err(|e| (Status::WrongPart, e))?;
+        if part.bytes() != u64::from(header.bytes) {
+            let why = Error::new(ErrorKind::InvalidPlan, "the part has another length")
+                .with("grant", header.grant)
+                .with("part", header.part.0)
+                .with("found", header.bytes)
+                .with("expected", part.bytes());
+            return Err((Status::WrongPart, why));
+        }
+        turn.registry.resolve_part(&part, &mut self.pages).map_err(|e| (Status::NoMemory, e))?;
+        Ok(target)
+    }
+
+    /// From here on the frame is scrap; `left` bytes of it are still to come.
+    fn refuse(
+        &mut self,
+        turn: &mut Turn<'_>,
+        header: Header,
+        left: u64,
+        status: Status,
+        why: Error,
+    ) {
+        self.pages.clear();
+        self.scrap(turn, header, left, status, why.to_refusal());
+    }
+
+    /// Goes on with a frame that is scrap, or ends it.
+    fn scrap(
+        &mut self,
+        turn: &mut Turn<'_>,
+        header: Header,
+        left: u64,
+        status: Status,
+        why: Refusal,
+    ) {
+        if left > 0 {
+            self.frame = Some(Frame { header, fate: Fate::Scrap { left, status, why } });
+            return;
+        }
+        let bytes = u64::from(header.bytes);
+        metrics::counter!("kvlane_tcp_scrapped_frames", "why" => why.kind.code()).increment(1);
+        metrics::counter!("kvlane_tcp_scrapped_bytes").increment(bytes);
+        turn.events.push(EngineEvent::Scrapped { link: self.link, bytes, why });
+        self.ack(status, header.grant, header.part);
+    }
+
+    fn ack(&mut self, status: Status, grant: GrantId, part: PartId) {
+        self.acks.extend(Ack { status, grant, part }.encode());
+    }
+}

@@ -1,0 +1,139 @@
+//! One range of memory of one device.
+
+use std::fmt;
+use std::sync::Arc;
+
+use kvlane_proto::{Device, Error, ErrorKind, Result};
+
+use crate::sys::mem::{HostRange, Memory};
+
+/// Whose memory it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// A shared memfd mapping of our own; a peer on this host can map it too.
+    Memfd,
+    /// The serving engine's own allocation.
+    Borrowed,
+}
+
+/// One range of memory of one device: an address and a length, never a slice.
+#[derive(Debug)]
+pub struct Region {
+    memory: Arc<Memory>,
+    numa_node: Option<u32>,
+}
+
+impl Region {
+    /// A zeroed host pool of our own, every page touched now.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Memory`] with the length and what the kernel said.
+    pub fn memfd(bytes: u64) -> Result<Arc<Self>> {
+        Self::map(Device::Host, bytes, true)
+    }
+    /// A zeroed pool of our own on `device`; `populate` touches every page now.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Memory`] with device, length and what the kernel said.
+    pub fn map(device: Device, bytes: u64, populate: bool) -> Result<Arc<Self>> {
+        let refused = |why: &str| {
+            Error::new(ErrorKind::Memory, why).with("device", device).with("bytes", bytes)
+        };
+        if device != Device::Host {
+            return Err(refused("this build has no memory of GPUs")
+                .with("known", Device::Host)
+                .hint("use a host pool"));
+        }
+        if bytes == 0 {
+            return Err(refused("a region must not be empty"));
+        }
+        let memory = Memory::memfd(bytes, populate).map_err(|e| {
+            refused("the kernel gave no shared memory")
+                .hint("free memory, or raise the limit of the memory cgroup or RLIMIT_AS")
+                .caused_by(e)
+        })?;
+        Ok(Arc::new(Self { memory: Arc::new(memory), numa_node: numa_node() }))
+    }
+    /// Host memory that the serving engine owns; the promise was made by [`HostRange::borrow`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Memory`] if the range is empty, starts at 0 or wraps.
+    pub fn borrowed(range: HostRange) -> Result<Arc<Self>> {
+        let memory = Memory::borrowed(range);
+        let refused = |why: &str| {
+            Error::new(ErrorKind::Memory, why)
+                .with("address", format!("{:#x}", memory.address()))
+                .with("bytes", memory.bytes())
+        };
+        if memory.bytes() == 0 {
+            return Err(refused("a region must not be empty"));
+        }
+        if memory.address() == 0 || memory.address().checked_add(memory.bytes()).is_none() {
+            return Err(refused("a region must lie inside the address space")
+                .hint("give the pool's own address and its length in bytes"));
+        }
+        Ok(Arc::new(Self { memory: Arc::new(memory), numa_node: numa_node() }))
+    }
+    /// The device that the addresses are of.
+    pub fn device(&self) -> Device {
+        Device::Host
+    }
+    /// First address.
+    pub fn address(&self) -> u64 {
+        self.memory.address()
+    }
+    /// Length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+    /// NUMA node, where it can be known.
+    pub fn numa_node(&self) -> Option<u32> {
+        self.numa_node
+    }
+    /// Whose memory it is.
+    pub fn backing(&self) -> Backing {
+        if self.memory.fd().is_some() { Backing::Memfd } else { Backing::Borrowed }
+    }
+    /// Whether a range lies inside.
+    pub fn contains(&self, device: Device, address: u64, bytes: u64) -> bool {
+        device == self.device() && self.memory.contains(address, bytes)
+    }
+    /// The memory, for bounded copies and scatter lists.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+}
+
+impl fmt::Display for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A wrapped end is refused at construction.
+        let (start, end) = (self.address(), self.address() + self.bytes());
+        write!(f, "{} {start:#x}..{end:#x}", self.device())
+    }
+}
+
+/// The only node there is. With several, the answer depends on which pages were touched by whom.
+fn numa_node() -> Option<u32> {
+    std::fs::read_to_string("/sys/devices/system/node/online").ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+#[allow(unsafe_code)] // To borrow ranges that are never touched.
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_memory_is_refused_by_name() {
+        let text = Region::memfd(0).unwrap_err().to_string();
+        assert!(text.contains("must not be empty") && text.contains("bytes=0"), "{text}");
+        let text = Region::map(Device::Gpu(3), 4096, false).unwrap_err().to_string();
+        assert!(text.contains("device=gpu3") && text.contains("known=host"), "{text}");
+        let e = Region::map(Device::Host, 1 << 62, false).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Memory);
+        for (address, bytes) in [(4096, 0), (u64::MAX - 5, 10), (0, 10)] {
+            // SAFETY: a refused range is not touched.
+            let range = unsafe { HostRange::borrow(address, bytes) };
+            assert_eq!(Region::borrowed(range).unwrap_err().kind(), ErrorKind::Memory);
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! All FFI and raw memory. Nothing outside this folder is `unsafe`.
+//!
+//! In: addresses and lengths that [`mem`] has checked against memory it keeps alive. Out: byte
+//! counts and `io::Error`s. Invariants: memory that a peer, a NIC or another process may write is
+//! never turned into a Rust reference; every pointer given to the kernel lies in a live
+//! [`mem::Memory`] or in a Rust slice borrowed for the call.
+
+pub mod clock;
+pub mod mem;
+pub mod net;
+pub mod wait;

@@ -1,0 +1,144 @@
+//! Bytes of a peer never panic a decoder, whatever they are: golden messages with bytes flipped,
+//! numbers replaced by extreme ones, pieces cut out, doubled and spliced, and plain noise. What does
+//! decode encodes to the same bytes again. `tests/fuzz` has the same targets for cargo-fuzz.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{FAMILIES, reencode, samples};
+use kvlane_proto::msg::Greeting;
+use kvlane_proto::msg::peer::PeerFrame;
+use kvlane_transport::wire::{FrameReader, HEADER_BYTES};
+
+const CASES: usize = 100_000;
+
+/// splitmix64: a seed gives the same cases on every machine.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+}
+
+fn mutate(bytes: &mut Vec<u8>, other: &[u8], random: &mut Random) {
+    const EXTREMES: [u64; 8] =
+        [0, 1, u32::MAX as u64, 1 << 31, 1 << 40, u64::MAX, i64::MAX as u64, 1 << 30];
+    for _ in 0..1 + random.below(4) {
+        let at = random.below(bytes.len());
+        match random.below(7) {
+            0 if !bytes.is_empty() => bytes[at] ^= 1 << random.below(8),
+            1 if !bytes.is_empty() => bytes[at] = random.next() as u8,
+            2 => {
+                let width = [2, 4, 8][random.below(3)];
+                let number = EXTREMES[random.below(EXTREMES.len())].to_le_bytes();
+                for (b, n) in bytes.iter_mut().skip(at).zip(&number[..width]) {
+                    *b = *n;
+                }
+            }
+            3 => bytes.truncate(at),
+            4 => drop(bytes.drain(at..(at + random.below(16)).min(bytes.len()))),
+            5 => bytes.extend_from_within(at..),
+            _ => {
+                bytes.truncate(at);
+                bytes.extend_from_slice(&other[random.below(other.len())..]);
+            }
+        }
+        bytes.truncate(8 << 10);
+    }
+}
+
+#[test]
+fn mutated_messages_and_noise_are_refused_or_sound() {
+    let golden: Vec<(&str, Vec<u8>)> =
+        samples().into_iter().map(|s| (s.family, s.frame[HEADER_BYTES..].to_vec())).collect();
+    let mut random = Random(0x6b76_6c61_6e65);
+    let (mut refused, mut sound) = (0, 0);
+    for case in 0..CASES {
+        let (family, bytes) = if case % 10 == 0 {
+            let noise = (0..random.below(200)).map(|_| random.next() as u8).collect();
+            (FAMILIES[random.below(FAMILIES.len())], noise)
+        } else {
+            let (family, bytes) = &golden[random.below(golden.len())];
+            let mut bytes = bytes.clone();
+            let other = &golden[random.below(golden.len())].1;
+            mutate(&mut bytes, other, &mut random);
+            (*family, bytes)
+        };
+        match reencode(family, &bytes) {
+            Ok(again) => {
+                assert_eq!(again[HEADER_BYTES..], bytes, "{family} is not canonical");
+                sound += 1;
+            }
+            Err(_) => refused += 1,
+        }
+    }
+    // Both ends of the decoders were exercised.
+    assert!(refused > CASES / 4 && sound > CASES / 100, "{refused} refused, {sound} sound");
+}
+
+#[tokio::test]
+async fn mutated_streams_of_frames_are_refused_or_sound() {
+    let golden: Vec<Vec<u8>> =
+        samples().into_iter().filter(|s| s.family == "peer").map(|s| s.frame).collect();
+    let mut random = Random(7);
+    let (mut frames, mut ends, mut refused) = (0, 0, 0);
+    for _ in 0..5_000 {
+        let mut stream = Vec::new();
+        for _ in 0..3 {
+            stream.extend_from_slice(&golden[random.below(golden.len())]);
+        }
+        let other = golden[random.below(golden.len())].clone();
+        mutate(&mut stream, &other, &mut random);
+        let mut reader = FrameReader::new(stream.as_slice());
+        loop {
+            match reader.next::<PeerFrame>(1 << 16).await {
+                Ok(Some(_)) => frames += 1,
+                Ok(None) => break ends += 1,
+                Err(_) => break refused += 1,
+            }
+        }
+        // Another family never passes.
+        if !stream.is_empty() {
+            assert!(FrameReader::new(stream.as_slice()).next::<Greeting>(1 << 16).await.is_err());
+        }
+    }
+    assert!(frames > 1000 && ends > 10 && refused > 1000, "{frames} {ends} {refused}");
+}
+
+/// Sizes that are each within their limit, and whose product is not.
+#[test]
+fn pool_maps_longer_than_the_address_space_are_refused() {
+    use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, PeerMsg};
+    use kvlane_proto::{Device, ErrorKind, PoolMap, limits};
+    use kvlane_transport::wire::message;
+
+    let layout = common::layout();
+    for address in [0, 1 << 40] {
+        let map = PoolMap {
+            device: Device::Host,
+            slab_address: (0..4).map(|slab| address + slab * 64).collect(),
+            block_stride_bytes: 1 << 40,
+            blocks: limits::POOL_BLOCKS_MAX,
+        };
+        let engine = EngineOffer { name: "shm".into(), blob: vec![], map: Some(map) };
+        let info = LinkInfo {
+            layout: layout.clone(),
+            engines: vec![engine],
+            lanes: 1,
+            part_bytes: 1 << 20,
+        };
+        let frame = PeerFrame { seq: 1, echo: 0, msg: PeerMsg::Describe(Box::new(info)) };
+        let bytes = message::seal(&frame).unwrap();
+        let e = message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Malformed, "{e}");
+    }
+}

@@ -1,0 +1,178 @@
+//! The engine's thread: bounded queue, sleep and wake, panics, its end.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use kvlane_proto::{DataPath, ErrorKind, LinkId, Result, Time};
+use kvlane_transport::engine::driver::{EngineHandle, QUEUE_COMMANDS, spawn};
+use kvlane_transport::engine::{Caps, Command, Engine, EngineEvent, Interest};
+use kvlane_transport::memory::Region;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Does what the link number of a `Close` says.
+struct Toy {
+    /// The thread waits here when told to.
+    gate: Arc<Mutex<()>>,
+    said: Sender<&'static str>,
+    outbox: Vec<EngineEvent>,
+    polls: Arc<std::sync::atomic::AtomicU64>,
+}
+
+const WAIT: LinkId = LinkId(1);
+const PANIC: LinkId = LinkId(2);
+
+impl Engine for Toy {
+    fn caps(&self) -> Caps {
+        Caps { name: "toy", path: DataPath::ReceiverCopies, emulated: true }
+    }
+    fn register(&mut self, _: &Arc<Region>) -> Result<()> {
+        self.said.send("register").unwrap();
+        Ok(())
+    }
+    fn unregister(&mut self, _: &Arc<Region>) -> Result<()> {
+        Err(kvlane_proto::Error::new(ErrorKind::Busy, "in use"))
+    }
+    fn command(&mut self, _: Time, command: Command) {
+        match command {
+            Command::Close { link: WAIT } => {
+                self.said.send("waiting").unwrap();
+                drop(self.gate.lock().unwrap());
+            }
+            Command::Close { link: PANIC } => panic!("told to"),
+            Command::Close { link } => {
+                self.outbox.push(EngineEvent::LaneUp { link, lane: kvlane_proto::LaneId(0) })
+            }
+            _ => {}
+        }
+    }
+    fn poll(&mut self, _: Time, events: &mut Vec<EngineEvent>) -> bool {
+        self.polls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        events.append(&mut self.outbox);
+        !events.is_empty()
+    }
+    fn park(&mut self, _: &mut Vec<Interest>) -> Option<Time> {
+        let _ = self.said.send("park");
+        None
+    }
+}
+
+impl Drop for Toy {
+    fn drop(&mut self) {
+        let _ = self.said.send("dropped");
+    }
+}
+
+struct Rig {
+    handle: EngineHandle,
+    events: Receiver<EngineEvent>,
+    said: Receiver<&'static str>,
+    gate: Arc<Mutex<()>>,
+    polls: Arc<std::sync::atomic::AtomicU64>,
+}
+
+fn rig() -> Rig {
+    let (tx, events) = channel();
+    let (said_tx, said) = channel();
+    let gate: Arc<Mutex<()>> = Arc::default();
+    let polls: Arc<std::sync::atomic::AtomicU64> = Arc::default();
+    let toy = Toy { gate: gate.clone(), said: said_tx, outbox: vec![], polls: polls.clone() };
+    let on_events = move |batch: Vec<EngineEvent>| {
+        assert!(!batch.is_empty());
+        batch.into_iter().for_each(|e| drop(tx.send(e)));
+    };
+    let handle = spawn(Box::new(toy), Box::new(on_events)).unwrap();
+    Rig { handle, events, said, gate, polls }
+}
+
+impl Rig {
+    fn said(&self, what: &str) {
+        while self.said.recv_timeout(PATIENCE).unwrap() != what {}
+    }
+}
+
+#[test]
+fn a_sleeping_engine_is_woken_by_every_command() {
+    let r = rig();
+    for n in 10..60 {
+        r.said("park");
+        r.handle.send(Command::Close { link: LinkId(n) }).unwrap();
+        let e = r.events.recv_timeout(PATIENCE).unwrap();
+        assert!(matches!(e, EngineEvent::LaneUp { link, .. } if link == LinkId(n)), "{e:?}");
+    }
+}
+
+#[test]
+fn a_full_queue_is_busy_and_loses_nothing_that_it_took() {
+    let r = rig();
+    let closed = r.gate.lock().unwrap();
+    r.handle.send(Command::Close { link: WAIT }).unwrap();
+    r.said("waiting");
+    for n in 0..QUEUE_COMMANDS as u64 {
+        r.handle.send(Command::Close { link: LinkId(100 + n) }).unwrap();
+    }
+    let e = r.handle.send(Command::Close { link: LinkId(9) }).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Busy);
+    drop(closed);
+    for n in 0..QUEUE_COMMANDS as u64 {
+        let e = r.events.recv_timeout(PATIENCE).unwrap();
+        assert!(matches!(e, EngineEvent::LaneUp { link: LinkId(l), .. } if l == 100 + n), "{e:?}");
+    }
+}
+
+#[test]
+fn registration_answers_and_ends_with_the_thread() {
+    let r = rig();
+    let region = Region::memfd(4096).unwrap();
+    r.handle.register(&region).unwrap();
+    r.said("register");
+    assert_eq!(r.handle.unregister(&region).unwrap_err().kind(), ErrorKind::Busy);
+    r.handle.stop();
+    assert!(r.handle.ended());
+    r.said("dropped");
+    assert_eq!(r.handle.register(&region).unwrap_err().kind(), ErrorKind::Internal);
+    assert_eq!(
+        r.handle.send(Command::Close { link: WAIT }).unwrap_err().kind(),
+        ErrorKind::Internal
+    );
+    // The callback is gone, which is how its other end notices.
+    while r.events.recv_timeout(PATIENCE).is_ok() {}
+    r.handle.stop();
+}
+
+#[test]
+fn a_panic_is_reported_and_ends_the_thread_only() {
+    let r = rig();
+    r.handle.send(Command::Close { link: PANIC }).unwrap();
+    let EngineEvent::Trouble(e) = r.events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+    assert!(e.to_string().contains("panic=told to"), "{e}");
+    assert!(r.events.recv_timeout(PATIENCE).is_err(), "the callback is dropped");
+    r.said("dropped");
+    assert!(r.handle.ended());
+    assert!(r.handle.send(Command::Close { link: WAIT }).is_err());
+}
+
+#[test]
+fn the_last_handle_ends_the_thread() {
+    let Rig { handle, events, said, .. } = rig();
+    let other = handle.clone();
+    drop(handle);
+    other.send(Command::Close { link: LinkId(10) }).unwrap();
+    events.recv_timeout(PATIENCE).unwrap();
+    drop(other);
+    while said.recv_timeout(PATIENCE).unwrap() != "dropped" {}
+}
+
+#[test]
+fn an_idle_engine_does_no_work() {
+    let r = rig();
+    r.said("park");
+    r.said("park");
+    // Between two sleeps of up to a second it may spin for 50 µs, so it polls a bounded number of
+    // times, where a busy loop would poll without end.
+    let before = r.polls.load(std::sync::atomic::Ordering::Relaxed);
+    r.said("park");
+    let after = r.polls.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(after - before < 10_000, "{} polls", after - before);
+}
