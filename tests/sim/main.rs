@@ -70,6 +70,7 @@ fn judge(seed: u64, mutant: Mutant) -> Result<Coverage, (Option<Inv>, String)> {
 fn sim_20_000_seeds() {
     let seeds: u64 = env("KVLANE_SIM_SEEDS").and_then(|s| s.parse().ok()).unwrap_or(20_000);
     let from: u64 = env("KVLANE_SIM_FROM").and_then(|s| s.parse().ok()).unwrap_or(0);
+    let keep_going = env("KVLANE_SIM_KEEP_GOING").is_some();
     let (next, failed) = (AtomicU64::new(from), AtomicBool::new(false));
     let total = Mutex::new(Coverage::new());
     let failures: Mutex<Vec<(u64, String)>> = Mutex::new(Vec::new());
@@ -88,7 +89,7 @@ fn sim_20_000_seeds() {
                         Ok(cov) => sum.add(&cov),
                         Err((_, what)) => {
                             failures.lock().unwrap().push((seed, what));
-                            failed.store(true, Ordering::Relaxed);
+                            failed.store(!keep_going, Ordering::Relaxed);
                         }
                     }
                 }
@@ -97,7 +98,12 @@ fn sim_20_000_seeds() {
         }
     });
     let (cov, took) = (total.into_inner().unwrap(), start.elapsed().as_secs_f64());
-    if let Some((seed, what)) = failures.into_inner().unwrap().into_iter().min() {
+    let mut failures = failures.into_inner().unwrap();
+    failures.sort();
+    if keep_going {
+        failures.iter().for_each(|(seed, what)| println!("seed {seed}: {what}"));
+    }
+    if let Some((seed, what)) = failures.into_iter().next() {
         println!("{}", replay_line(seed, Mutant::None));
         panic!("seed {seed}: {what}");
     }

@@ -755,6 +755,7 @@ impl World {
         let j = &self.jobs[job];
         let (room, tokens) = (j.room, j.prefill_tokens);
         let decode = j.names_decode.then(|| self.hosts[j.d].identity.clone());
+        let issuer = Some(self.hosts[self.rnode(j.router)].identity.clone());
         let node = self.pnode(p);
         let again = self.p[p].rooms.contains_key(&room);
         let pool = self.p[p].pool;
@@ -788,7 +789,7 @@ impl World {
         }
         self.p[p].refused = None;
         let deadline_ms = self.prof.deadline_ms;
-        self.prefill(p, PEvent::Attach { room, tokens, decode, deadline_ms });
+        self.prefill(p, PEvent::Attach { room, tokens, decode, issuer, deadline_ms });
         let refused = self.p[p].refused.take();
         match refused {
             Some(_) if again => {}
@@ -909,7 +910,7 @@ impl World {
                 }
                 POut::Refused { why, .. } => self.p[p].refused = Some(why),
                 POut::ChunkTaken { .. } => {}
-                POut::Granted { room, link, offer } => {
+                POut::Granted { room, link, offer, .. } => {
                     let sid = link.0 as usize;
                     let map = self.pools[self.sessions[sid].pools[0]].map.clone();
                     let layout = &self.prof.layout;

@@ -196,6 +196,7 @@ pub(crate) struct Profile {
 }
 
 pub(crate) const SECOND: u64 = 1_000_000_000;
+const SETTLE: u64 = 700_000_000;
 const EVENTS_MIN: u64 = 500;
 const EVENTS_MAX: u64 = 60_000;
 
@@ -233,7 +234,7 @@ pub(crate) struct World {
     pub(crate) lease_over: BTreeSet<(usize, GrantId)>,
     /// Kill this role when a room comes into this phase.
     trigger: Option<(usize, usize)>,
-    calm: bool,
+    idle_since: Option<u64>,
 }
 
 impl World {
@@ -312,7 +313,7 @@ impl World {
             said: BTreeMap::new(),
             lease_over: BTreeSet::new(),
             trigger,
-            calm,
+            idle_since: None,
         };
         for n in 0..nd + np + nr {
             let (role, at) = match n {
@@ -490,9 +491,15 @@ impl World {
                 self.rearm(node);
             }
             if self.violation.is_none() && self.quiet_period() && self.cov.events >= EVENTS_MIN {
-                if self.idle() {
-                    self.check_end();
-                    break;
+                // Lanes that were lost come back first.
+                match (self.idle(), self.idle_since) {
+                    (true, None) => self.idle_since = Some(self.now),
+                    (true, Some(since)) if self.now > since + SETTLE => {
+                        self.check_end();
+                        break;
+                    }
+                    (true, _) => {}
+                    (false, _) => self.idle_since = None,
                 }
                 if self.now > limit || self.cov.events > EVENTS_MAX {
                     let why = self.what_is_busy();
@@ -816,6 +823,5 @@ impl World {
                 self.fails(Inv::BlocksBalance, || format!("prefill {p}: {}", bad.join("; ")));
             }
         }
-        let _ = self.calm;
     }
 }

@@ -924,7 +924,7 @@ impl<Q> Prefill<Q> {
 
     /// The decode has decided.
     fn decided(&mut self, now: Time, link: LinkId, room: RoomId, grant: GrantId, outcome: Outcome) {
-        let quiet = PeerMsg::Quiesced { room, grant, clean: true };
+        let quiet = PeerMsg::Quiesced { room, grant, clean: true, heard: true };
         let Some(l) = self.links.get(&link) else { return };
         let Some(r) = self.rooms.get_mut(&room) else {
             // Nothing of it is here, so nothing of it can land. A leg that comes later learns it.
@@ -1009,6 +1009,11 @@ impl<Q> Prefill<Q> {
             return;
         }
         let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
+        if now >= h.lease_until {
+            // The timer is due and ends the room; an event that came before it posts nothing.
+            self.rearm(room);
+            return;
+        }
         if h.path == DataPath::Puller {
             self.serve_next(now, room);
             self.rearm(room);
@@ -1225,7 +1230,7 @@ impl<Q> Prefill<Q> {
             if r.resend.is_none()
                 && let Some(h) = &r.held
             {
-                let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted };
+                let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard: false };
                 r.resend = Some((msg, Backoff::new(now, resend_ms)));
             }
             self.rearm(room);
@@ -1233,8 +1238,10 @@ impl<Q> Prefill<Q> {
     }
 
     fn say_quiet(&mut self, room: RoomId) {
-        if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
-            let msg = PeerMsg::Quiesced { room, grant: h.offer.grant, clean: !h.tainted };
+        let Some(r) = self.rooms.get(&room) else { return };
+        if let Some(h) = &r.held {
+            let (grant, heard) = (h.offer.grant, r.outcome.is_some());
+            let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard };
             self.out.push_back(Output::Send { link: h.link, msg });
         }
     }
@@ -1249,10 +1256,7 @@ impl<Q> Prefill<Q> {
         let to = match &r.held {
             Some(h) => Some((h.link, h.offer.grant)),
             None => r.decode.as_ref().and_then(|d| {
-                self.links
-                    .iter()
-                    .find(|(_, l)| l.peer.identity == *d)
-                    .map(|(&id, _)| (id, GrantId::NONE))
+                newest_link(&self.links, d).map(|id| (id, GrantId::NONE))
             }),
         };
         if let Some((link, grant)) = to {
@@ -1292,12 +1296,14 @@ impl<Q> Prefill<Q> {
 
     fn link_down(&mut self, now: Time, id: LinkId, why: &Refusal) {
         let Some(link) = self.links.remove(&id) else { return };
-        let waits: Vec<RoomId> = self
+        let mut waits: Vec<RoomId> = self
             .rooms
             .iter()
             .filter(|(_, r)| r.held.is_none() && r.decode.as_ref() == Some(&link.peer.identity))
             .map(|(&room, _)| room)
             .collect();
+        // A run must not depend on the order of a hash map.
+        waits.sort_unstable();
         for room in self.rooms_of(id).into_iter().chain(waits) {
             let Some(r) = self.rooms.get_mut(&room) else { continue };
             r.resend = None;
@@ -1357,7 +1363,7 @@ impl<Q> Prefill<Q> {
             let msg = msg.clone();
             let link = r.held.as_ref().map(|h| h.link).or_else(|| {
                 let decode = r.decode.as_ref()?;
-                self.links.iter().find(|(_, l)| l.peer.identity == *decode).map(|(&id, _)| id)
+                newest_link(&self.links, decode)
             });
             if let Some(link) = link {
                 self.out.push_back(Output::Send { link, msg });
@@ -1432,6 +1438,10 @@ impl<Q> Prefill<Q> {
             _ => {}
         }
     }
+}
+
+fn newest_link(links: &HashMap<LinkId, Link>, decode: &Identity) -> Option<LinkId> {
+    links.iter().filter(|(_, l)| l.peer.identity == *decode).map(|(&id, _)| id).max()
 }
 
 impl Source {
