@@ -32,6 +32,9 @@ pub(crate) struct Conn {
     /// Receiver's end, sender's end.
     pub(crate) alive: [bool; 2],
     pub(crate) queue: VecDeque<Xfer>,
+    /// The sender's machine knows of this connection. An engine refuses posts that were meant for
+    /// the one before.
+    pub(crate) known: bool,
     stepping: bool,
 }
 
@@ -119,7 +122,7 @@ impl World {
         let Some(&c) = s.lanes.get(usize::from(lane.0)).filter(|&&c| c != usize::MAX) else {
             return;
         };
-        if !self.conns[c].alive[1] {
+        if !self.conns[c].alive[1] || !self.conns[c].known {
             // The notice of its loss is on the way, and gives the part back.
             return;
         }
@@ -280,6 +283,7 @@ impl World {
             lane,
             alive: [true, true],
             queue: VecDeque::new(),
+            known: false,
             stepping: false,
         });
         self.sessions[sid].lanes[usize::from(lane)] = c;

@@ -329,6 +329,10 @@ impl World {
     pub(crate) fn lane_changes(&mut self, sid: usize, side: usize, lane: LaneId, up: bool) {
         let link = LinkId(sid as u64);
         let (d, p) = (self.sessions[sid].d, self.sessions[sid].p);
+        if up && side == 1 {
+            let c = self.sessions[sid].lanes[usize::from(lane.0)];
+            self.conns[c].known = true;
+        }
         let ev = if up { link::Event::LaneUp(lane) } else { link::Event::LaneDown(lane) };
         self.link_event(sid, side, ev);
         match (side, up) {
