@@ -523,6 +523,8 @@ impl World {
     // ---- fences ---------------------------------------------------------------------------
 
     pub(crate) fn fence(&mut self, d: usize, grant: GrantId, how: FenceHow) {
+        // A grant that was never opened is fenced at once.
+        let opened = self.d[d].open.contains_key(&grant);
         let mut kind = 0;
         if let Some(open) = self.d[d].open.get_mut(&grant) {
             open.fencing = true;
@@ -533,7 +535,7 @@ impl World {
         self.d[d].fences += 1;
         let trouble = self.prof.fence_trouble;
         let ms = self.prof.fence_ms;
-        let at = if self.rng.per_mille(trouble) {
+        let at = if opened && self.rng.per_mille(trouble) {
             if self.rng.per_mille(300) {
                 let at = self.after(0, ms / 2);
                 self.push(at, Some(d), Ev::FenceFails { d, grant });

@@ -43,7 +43,7 @@ pub(crate) type PEvent = prefill::Event<Quiet>;
 /// Something that happens at a moment.
 #[derive(Debug)]
 pub(crate) enum Ev {
-    Timer { node: usize },
+    Timer { node: usize, id: u64 },
     Boot { node: usize },
     Fault(Fault),
     Spawn,
@@ -119,6 +119,7 @@ pub(crate) struct Host {
     offset: u64,
     ppm: i64,
     armed: u64,
+    timer: u64,
 }
 
 impl Host {
@@ -333,6 +334,7 @@ impl World {
                 offset,
                 ppm: ppm - 10_000,
                 armed: u64::MAX,
+                timer: 0,
             });
         }
         for _ in 0..nd {
@@ -483,7 +485,7 @@ impl World {
             self.now = item.at;
             self.cov.events += 1;
             self.mix(item.at ^ item.seq << 40);
-            if self.trace && !matches!(item.ev, Ev::Timer { .. } | Ev::Step { .. }) {
+            if self.trace && !matches!(item.ev, Ev::Step { .. }) {
                 println!("{:>13.6} {:?}", self.now as f64 / 1e6, item.ev);
             }
             self.dispatch(item.ev);
@@ -519,7 +521,9 @@ impl World {
 
     fn dispatch(&mut self, ev: Ev) {
         match ev {
-            Ev::Timer { node } => self.timer(node),
+            Ev::Timer { node, id } if id == self.hosts[node].timer => self.timer(node),
+            // Another was set since.
+            Ev::Timer { .. } => {},
             Ev::Boot { node } => self.boot(node),
             Ev::Fault(f) => self.fault(f),
             Ev::Spawn => self.spawn(),
@@ -598,7 +602,9 @@ impl World {
                 at += self.rng.ms(0, 4);
             }
             self.hosts[node].armed = at;
-            self.push(at, Some(node), Ev::Timer { node });
+            self.hosts[node].timer += 1;
+            let id = self.hosts[node].timer;
+            self.push(at, Some(node), Ev::Timer { node, id });
         }
     }
 
