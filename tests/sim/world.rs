@@ -739,7 +739,7 @@ impl World {
     fn idle(&self) -> bool {
         let (nd, np) = (self.d.len(), self.p.len());
         self.jobs.iter().all(|j| j.over)
-            && self.hosts[..nd + np].iter().all(|h| h.alive)
+            && self.hosts[..nd + np].iter().all(|h| h.alive && h.stopped_until < self.now)
             && self.d.iter().all(|d| d.m.active() == 0 && d.fences == 0)
             && self.p.iter().all(|p| p.m.active() == 0 && p.quieting.is_empty())
             && self.sessions.iter().all(|s| !s.opening)
