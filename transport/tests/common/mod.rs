@@ -173,7 +173,7 @@ fn peers() -> Vec<PeerMsg> {
         })),
         PeerMsg::ServeAck { room, grant, serve: 1 },
         PeerMsg::Abort { room, grant: GrantId::NONE, why: refusal() },
-        PeerMsg::Quiesced { room, grant, clean: true },
+        PeerMsg::Quiesced { room, grant, clean: true, heard: false },
     ];
     all.extend(outcomes().into_iter().map(|outcome| PeerMsg::Ended { room, grant, outcome }));
     all
