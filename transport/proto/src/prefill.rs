@@ -543,10 +543,10 @@ impl<Q> Prefill<Q> {
                 }
             }
             Event::LaneUp { link, lane } => {
-                if let Some(l) = self.links.get_mut(&link) {
-                    if l.down.remove(&lane) {
-                        l.renewed.insert(lane, now);
-                    }
+                if let Some(l) = self.links.get_mut(&link)
+                    && l.down.remove(&lane)
+                {
+                    l.renewed.insert(lane, now);
                 }
                 for room in self.rooms_of(link) {
                     self.pump(now, room);
@@ -696,9 +696,11 @@ impl<Q> Prefill<Q> {
         };
         let Some(r) = self.rooms.get_mut(&chunk.room) else {
             return Err(match self.ended.get(&chunk.room) {
-                Some(Past { outcome, .. }) => Error::new(ErrorKind::RoomEnded, "the room has ended")
-                    .with("room", chunk.room)
-                    .with("outcome", describe(outcome)),
+                Some(Past { outcome, .. }) => {
+                    Error::new(ErrorKind::RoomEnded, "the room has ended")
+                        .with("room", chunk.room)
+                        .with("outcome", describe(outcome))
+                }
                 None => Error::new(ErrorKind::NotFound, "no such room").with("room", chunk.room),
             });
         };
@@ -1302,9 +1304,10 @@ impl<Q> Prefill<Q> {
         }
         let to = match &r.held {
             Some(h) => Some((h.link, h.offer.grant)),
-            None => r.decode.as_ref().and_then(|d| {
-                newest_link(&self.links, d).map(|id| (id, GrantId::NONE))
-            }),
+            None => r
+                .decode
+                .as_ref()
+                .and_then(|d| newest_link(&self.links, d).map(|id| (id, GrantId::NONE))),
         };
         if let Some((link, grant)) = to {
             let msg = PeerMsg::Abort { room, grant, why: why.clone() };
