@@ -135,7 +135,7 @@ impl World {
         if n > 0 && self.rng.per_mille(mischief / 8) {
             // A room number that somebody uses already, at the same workers.
             let other = &self.jobs[self.rng.range(0, n as u64 - 1) as usize];
-            if other.d == d && other.p == p {
+            if other.p == p {
                 room = other.room;
                 duplicate = true;
             }
@@ -147,6 +147,7 @@ impl World {
             self.cov.hit(C::Stale, 0);
         }
         let reserves = self.rng.per_mille(800);
+        let calm = self.prof.calm;
         let seq = self.by_room.get(&room).map_or(n as u32, |&j| self.jobs[j].seq);
         self.jobs.push(Job {
             room,
@@ -181,18 +182,19 @@ impl World {
         } else {
             self.legs(n, 60);
         }
-        if self.rng.per_mille(120) {
+        let often = if calm { 0 } else { 1 };
+        if self.rng.per_mille(120 * often) {
             act(self, 300, Act::Abort(0));
         } else if self.rng.per_mille(mischief / 8) {
             act(self, 0, Act::Abort(0));
         }
-        if self.rng.per_mille(60) {
+        if self.rng.per_mille(60 * often) {
             act(self, 400, Act::AbortDecode);
         }
-        if self.rng.per_mille(60) {
+        if self.rng.per_mille(60 * often) {
             act(self, 400, Act::AbortPrefill);
         }
-        if self.rng.per_mille(20) {
+        if self.rng.per_mille(20 * often) {
             act(self, 100, Act::AbortBy);
         }
         if self.rng.per_mille(mischief / 3) || duplicate {
@@ -210,7 +212,7 @@ impl World {
     fn legs(&mut self, job: usize, ms: u64) {
         let (d, p) = (self.jobs[job].d, self.jobs[job].p);
         let lossy = u64::from(self.prof.mischief > 0) * 30;
-        let late = |w: &mut Self| if w.rng.per_mille(80) { 700 } else { ms };
+        let late = |w: &mut Self| if !w.prof.calm && w.rng.per_mille(80) { 700 } else { ms };
         if !self.rng.per_mille(lossy) {
             let most = late(self);
             let at = self.after(0, most);
@@ -243,7 +245,11 @@ impl World {
                     room,
                     tokens: j.tokens,
                     prefill: j.address.clone(),
-                    wait_ms: *self.rng.pick(&[0, 50, 400, 2_000]),
+                    wait_ms: if self.prof.calm {
+                        self.prof.deadline_ms
+                    } else {
+                        *self.rng.pick(&[0, 50, 400, 2_000])
+                    },
                     deadline_ms: self.prof.deadline_ms,
                 });
                 self.ask(job, act, body);
@@ -333,6 +339,12 @@ impl World {
         {
             self.cov.hit(C::KeyRepeated, 0);
         }
+        let wait_ms = match &body {
+            Call::Reserve(r) => r.wait_ms.max(self.prof.deadline_ms),
+            Call::Await { wait_ms, .. } => *wait_ms,
+            _ => 0,
+        };
+        self.d[d].waiting.insert(call, self.now + (wait_ms + wait_ms / 50 + 100) * 1_000_000);
         let before = (self.d[d].m.load(), self.d[d].m.active());
         let from = self.hosts[self.rnode(router)].identity.clone();
         let now = self.local(d);
@@ -515,6 +527,13 @@ impl World {
                 }
                 DOut::Send { link, msg } => self.link_sends(link.0 as usize, 0, msg),
                 DOut::Reply { call, reply } => {
+                    let stood = self.hosts[d].stood_ns;
+                    match self.d[d].waiting.remove(&call.0) {
+                        Some(due) if self.now <= due + stood => {}
+                        due => self.fails(Inv::Answered, || {
+                            format!("call {call:?} is answered with {reply:?}, due {due:?}")
+                        }),
+                    }
                     if let Err(why) = &reply {
                         refused = Some(why.kind);
                     }
@@ -683,8 +702,8 @@ impl World {
         let slack_ms = 300 + 3 * self.prof.fence_ms + (stood - r.stood_ns) / 1_000_000;
         let took_ms = (now - r.since) / 1_000_000;
         let late = took_ms > r.deadline_ms + r.deadline_ms / 50 + slack_ms;
-        let (blocks, parts, sid, span) =
-            (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span);
+        let (blocks, parts, sid, span, arrived) =
+            (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span, r.arrived);
         if late || outcome.why().is_some_and(|w| w.text.is_empty()) {
             self.fails(Inv::EndsOnce, || format!("room {room} took {took_ms} ms: {outcome:?}"));
         }
@@ -723,6 +742,16 @@ impl World {
                 self.cov.hit(C::Failed, kind);
                 if why.kind == ErrorKind::LeaseExpired {
                     self.cov.hit(C::LeaseExpiry, kind);
+                }
+                let complete = sid.is_some() && arrived.count_ones() == parts;
+                if why.kind == ErrorKind::Incomplete && complete && why.text.contains("ended early") {
+                    self.fails(Inv::TrueReason, || format!("{room} has all its parts: {why}"));
+                }
+                // What remains: a pool or a pair of lanes with too many takers.
+                let crowded = matches!(why.kind, ErrorKind::Busy | ErrorKind::DeadlineExceeded)
+                    || why.text.contains("deadline");
+                if self.prof.calm && !crowded {
+                    self.fails(Inv::CalmIsDone, || format!("{room} failed: {why}"));
                 }
                 if why.text.contains("decode leg did not come") {
                     self.cov.hit(C::Unclaimed, 0);
@@ -781,7 +810,7 @@ impl World {
                 chunks: Vec::new(),
                 planned: false,
                 next: 0,
-                early: self.rng.per_mille(40),
+                early: !self.prof.calm && self.rng.per_mille(40),
                 since: self.now,
                 stood_ns: self.hosts[node].stood_ns,
             };

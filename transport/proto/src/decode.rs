@@ -1284,6 +1284,11 @@ impl<F> Decode<F> {
                 // Nothing more is sent. What is missing may still be in this side's own engine.
                 Phase::Granted(_) => {
                     r.incomplete_at.get_or_insert(now.plus_ms(4 * quiesce_ms));
+                    // Who says this knows of the offer, whatever became of its answer.
+                    if let Phase::Granted(g) = &mut r.phase {
+                        g.acked = true;
+                    }
+                    self.complete(now, room);
                 }
                 _ => {}
             }

@@ -282,6 +282,7 @@ pub enum Output<Q> {
         grant: GrantId,
     },
     /// The source blocks of the room may change: with a proof, or because nothing was ever posted.
+    /// After [`Output::Withheld`] it may still follow, also when the room has ended.
     Released {
         /// The room.
         room: RoomId,
@@ -412,7 +413,8 @@ pub struct Prefill<Q> {
     /// How rooms ended.
     ended: Memory<RoomId, Past>,
     draining: bool,
-    withheld_rooms: u32,
+    /// Source blocks of grants that did not become quiet in time; the proof may still come.
+    withheld: HashMap<(LinkId, GrantId), (RoomId, u32)>,
     retries: u64,
     rng: u64,
     out: VecDeque<Output<Q>>,
@@ -430,7 +432,7 @@ impl<Q> Prefill<Q> {
             timers: BTreeSet::new(),
             ended: Memory::new(limits::TOMBSTONES_MAX),
             draining: false,
-            withheld_rooms: 0,
+            withheld: HashMap::new(),
             retries: 0,
             out: VecDeque::new(),
         }
@@ -460,7 +462,7 @@ impl<Q> Prefill<Q> {
             rooms: self.rooms.len() as u32,
             queued: self.rooms.values().filter(|r| r.held.is_none()).count() as u32,
             free_lanes: 0,
-            quarantined_blocks: self.withheld_rooms,
+            quarantined_blocks: self.withheld.values().map(|w| w.1).sum(),
             draining: self.draining,
         }
     }
@@ -1261,6 +1263,10 @@ impl<Q> Prefill<Q> {
     }
 
     fn quiesced(&mut self, now: Time, link: LinkId, grant: GrantId, proof: Q) {
+        if let Some((room, _)) = self.withheld.remove(&(link, grant)) {
+            self.out.push_back(Output::Released { room, proof: Some(proof) });
+            return;
+        }
         let Some(&room) = self.by_grant.get(&(link, grant)) else { return };
         let resend_ms = self.config.resend_ms;
         let Some(r) = self.rooms.get_mut(&room) else { return };
@@ -1425,14 +1431,18 @@ impl<Q> Prefill<Q> {
                     .with("quiet_ms", self.config.quiet_ms)
                     .blamed(Blame::Prefill)
                     .to_refusal();
-                self.withheld_rooms += 1;
                 r.phase = Phase::Quiet;
                 r.released = true;
                 r.outcome.get_or_insert(Outcome::Unknown { why: why.clone() });
                 if let Some(h) = &mut r.held {
                     h.tainted = true;
+                    // An offer without a leg has no source.
+                    if let Some(source) = &r.source {
+                        let withheld = (room, source.declared());
+                        self.withheld.insert((h.link, h.offer.grant), withheld);
+                        self.out.push_back(Output::Withheld { room, why });
+                    }
                 }
-                self.out.push_back(Output::Withheld { room, why });
                 self.say_quiet(room);
                 self.end(room);
             }
@@ -1494,6 +1504,9 @@ fn newest_link(links: &HashMap<LinkId, Link>, decode: &Identity) -> Option<LinkI
 }
 
 impl Source {
+    fn declared(&self) -> u32 {
+        self.ids.iter().filter(|&&id| id != NOT_DECLARED).count() as u32
+    }
     /// Blocks at the start of the prompt that are final once `tokens` are declared.
     fn final_blocks(&self, tokens: u32, page_tokens: u32, early: bool) -> u32 {
         if tokens == self.tokens || early {
