@@ -10,6 +10,7 @@ use kvlane_proto::decode::{CallId, Lend, Output as DOut};
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
 use kvlane_proto::msg::peer::{Outcome, PeerFrame, PeerMsg};
 use kvlane_proto::prefill::{Chunk, Output as POut};
+use kvlane_proto::time::grantor_ms;
 use kvlane_proto::{
     BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, LinkId, PartId, Plan, Refusal, RoomId,
     Span,
@@ -640,8 +641,8 @@ impl World {
         }
         let load = m.load();
         let total: usize = self.d[d].lanes.values().sum();
-        let over = load.queued as usize > self.prof.queue_max
-            || load.rooms as usize > self.prof.rooms_max;
+        let over =
+            load.queued as usize > self.prof.queue_max || load.rooms as usize > self.prof.rooms_max;
         if let Some(t) = twice {
             self.fails(Inv::LaneLentOnce, || format!("decode {d}: {t:?} is lent twice"));
         } else if load.free_lanes as usize > total {
@@ -744,7 +745,8 @@ impl World {
                     self.cov.hit(C::LeaseExpiry, kind);
                 }
                 let complete = sid.is_some() && arrived.count_ones() == parts;
-                if why.kind == ErrorKind::Incomplete && complete && why.text.contains("ended early") {
+                if why.kind == ErrorKind::Incomplete && complete && why.text.contains("ended early")
+                {
                     self.fails(Inv::TrueReason, || format!("{room} has all its parts: {why}"));
                 }
                 // What remains: a pool or a pair of lanes with too many takers.
@@ -1007,7 +1009,8 @@ impl World {
         let (released, withheld) = (r.released, r.withheld);
         let took_ms = (now - r.since) / 1_000_000;
         // Its own deadline, and as long again for the decode's word.
-        let most = 2 * (deadline_ms + deadline_ms / 50) + slack_ms + (stood - r.stood_ns) / 1_000_000;
+        let most =
+            2 * (deadline_ms + deadline_ms / 50) + slack_ms + (stood - r.stood_ns) / 1_000_000;
         if took_ms > most {
             self.fails(Inv::EndsOnce, || format!("prefill: {room} took {took_ms} ms"));
         }
@@ -1048,6 +1051,17 @@ impl World {
         if side == 1 {
             return;
         }
+        // What the decode promises, in true time: its own clock may run fast.
+        let promise = match &frame.msg {
+            PeerMsg::Offer(o) => Some((o.grant, o.lease_ms)),
+            PeerMsg::Renew { grant, lease_ms, .. } => Some((*grant, *lease_ms)),
+            _ => None,
+        };
+        if let Some((grant, lease_ms)) = promise {
+            let host = &self.hosts[self.sessions[sid].d];
+            let until = host.when(host.local(self.now).plus_ms(grantor_ms(lease_ms)));
+            self.promised.insert((sid, grant), until);
+        }
         if let PeerMsg::Ended { room, grant, outcome } = &frame.msg {
             let done = outcome.is_done();
             let before = *self.said.entry((sid, *room, *grant)).or_insert(done);
@@ -1076,6 +1090,11 @@ impl World {
                 format!("prefill {p} posts at {now:?} under a lease until {until:?}")
             });
         }
+        if self.promised.get(&(sid, grant)).is_none_or(|&until| self.now >= until) {
+            self.fails(Inv::LeaseHeld, || {
+                format!("prefill {p} posts for {grant} after what the decode promised")
+            });
+        }
         if self.lease_over.contains(&(sid, grant)) {
             self.fails(Inv::LeaseHeld, || {
                 format!("prefill {p} posts for {grant}, whose lease the decode has ended")
@@ -1085,7 +1104,12 @@ impl World {
             self.fails(Inv::LeaseHeld, || format!("prefill {p} posts for {grant} after quiesce"));
         }
         let kind = self.sessions[sid].kind();
-        let chunks: u32 = self.p[p].rooms.values().filter(|r| r.granted == Some(sid)).map(|r| r.next as u32).sum();
+        let chunks: u32 = self.p[p]
+            .rooms
+            .values()
+            .filter(|r| r.granted == Some(sid))
+            .map(|r| r.next as u32)
+            .sum();
         match self.p[p].posted.insert((sid, grant, part), (lane, chunks)) {
             Some((before, then)) => {
                 if before != lane {
@@ -1106,4 +1130,3 @@ impl World {
         self.decode(d, ev);
     }
 }
-

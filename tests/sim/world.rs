@@ -129,7 +129,7 @@ impl Host {
         Time(self.offset + (u128::from(at) * rate / 1_000_000) as u64)
     }
     /// The first true moment at which the local clock shows `t`.
-    fn when(&self, t: Time) -> u64 {
+    pub(crate) fn when(&self, t: Time) -> u64 {
         let rate = (1_000_000 + self.ppm) as u128;
         let local = u128::from(t.0.saturating_sub(self.offset));
         (local * 1_000_000).div_ceil(rate) as u64
@@ -238,6 +238,8 @@ pub(crate) struct World {
     pub(crate) done_at: BTreeSet<(RoomId, usize, u32)>,
     pub(crate) failed_at: BTreeSet<(RoomId, usize, u32)>,
     pub(crate) said: BTreeMap<(usize, RoomId, GrantId), bool>,
+    /// Until when a grant lives by its grantor, in true time.
+    pub(crate) promised: BTreeMap<(usize, GrantId), u64>,
     pub(crate) lease_over: BTreeSet<(usize, GrantId)>,
     /// Kill this role when a room comes into this phase.
     trigger: Option<(usize, usize)>,
@@ -282,11 +284,11 @@ impl World {
             deadline_ms: *rng.pick(&[1_500, 3_000, 5_000]),
             unclaimed_ms: if calm { 1_000 } else { *rng.pick(&[100, 500]) },
             fence_ms: *rng.pick(&[60, 200]),
-            rooms_max: if calm { 1_000 } else { *rng.pick(&[3, 12, 100, 100]) },
+            rooms_max: if calm { 1_000 } else { *rng.pick(&[4, 30, 100, 100]) },
             queue_max: if calm { 1_000 } else { *rng.pick(&[1, 3, 100]) },
             orphans_max: *rng.pick(&[1, 3, 100, 100]),
-            blocks: rng.range(8, 20) as u32,
-            job_gap_ms: if calm { 120 } else { *rng.pick(&[8, 25, 60, 120]) },
+            blocks: rng.range(10, 30) as u32,
+            job_gap_ms: if calm { 120 } else { *rng.pick(&[12, 30, 60, 120]) },
             mischief: if calm { 0 } else { *rng.pick(&[0, 150, 400]) },
             active_ns: rng.ms(1_000, 3_500),
             layout,
@@ -322,6 +324,7 @@ impl World {
             done_at: BTreeSet::new(),
             failed_at: BTreeSet::new(),
             said: BTreeMap::new(),
+            promised: BTreeMap::new(),
             lease_over: BTreeSet::new(),
             trigger,
             idle_since: None,
@@ -539,7 +542,7 @@ impl World {
         match ev {
             Ev::Timer { node, id } if id == self.hosts[node].timer => self.timer(node),
             // Another was set since.
-            Ev::Timer { .. } => {},
+            Ev::Timer { .. } => {}
             Ev::Boot { node } => self.boot(node),
             Ev::Fault(f) => self.fault(f),
             Ev::Spawn => self.spawn(),
