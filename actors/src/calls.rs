@@ -53,8 +53,10 @@ impl Calls {
         let number = self.sessions;
         let from = session.peer.identity.clone();
         let actor = actor.clone();
-        let (answers, mut calls, _watch) = session.into_parts::<ReplyFrame, CallFrame>();
+        let (answers, mut calls, watch) = session.into_parts::<ReplyFrame, CallFrame>();
         actix::spawn(async move {
+            // Its end would be this process's death notice.
+            let _watch = watch;
             loop {
                 match calls.recv().await {
                     Ok(Some(frame)) => {

@@ -702,7 +702,8 @@ impl World {
         };
         let slack_ms = 300 + 3 * self.prof.fence_ms + (stood - r.stood_ns) / 1_000_000;
         let took_ms = (now - r.since) / 1_000_000;
-        let late = took_ms > r.deadline_ms + r.deadline_ms / 50 + slack_ms;
+        let deadline_ms = r.deadline_ms;
+        let late = took_ms > deadline_ms + r.deadline_ms / 50 + slack_ms;
         let (blocks, parts, sid, span, arrived) =
             (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span, r.arrived);
         if late || outcome.why().is_some_and(|w| w.text.is_empty()) {
@@ -751,7 +752,8 @@ impl World {
                 }
                 // What remains: a pool or a pair of lanes with too many takers.
                 let crowded = matches!(why.kind, ErrorKind::Busy | ErrorKind::DeadlineExceeded)
-                    || why.text.contains("deadline");
+                    || why.text.contains("deadline")
+                    || took_ms + 500 > deadline_ms;
                 if self.prof.calm && !crowded {
                     self.fails(Inv::CalmIsDone, || format!("{room} failed: {why}"));
                 }

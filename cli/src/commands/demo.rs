@@ -55,11 +55,12 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     let end = serve(&args, &mut cluster).await;
     // Also after a failure: nobody is left behind.
     let ended = cluster.end().await;
-    let code = end.inspect_err(|_| cluster.show_logs())?;
-    if let Err(e) = ended {
+    let good = matches!(end, Ok(code) if code == ExitCode::SUCCESS) && ended.is_ok();
+    if !good {
         cluster.show_logs();
-        return Err(e);
     }
+    let code = end?;
+    ended?;
     Ok(code)
 }
 

@@ -165,7 +165,7 @@ impl Cluster {
         };
         let registration = &first.view.registration;
         Ok(Self {
-            model: registration.layout.model.clone(),
+            model: models::name(&registration.layout),
             engine: registration.engines.join(", "),
             layout: registration.layout.clone(),
             pool_blocks: view
@@ -345,7 +345,10 @@ fn count(totals: &mut Totals, ended: Ended) {
             totals.rooms_aborted += 1;
             return;
         }
-        Err(e) => return totals.failed(e.kind(), &e.to_string()),
+        Err(e) => {
+            tracing::error!(error = %e, "room has failed");
+            return totals.failed(e.kind(), e.message());
+        }
     };
     totals.pages_verified += decode.pages_verified;
     totals.pages_corrupt += decode.pages_corrupt;

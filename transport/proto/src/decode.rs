@@ -626,7 +626,10 @@ impl<F> Decode<F> {
                     _ => Ok(Some(Reply::Reserved { room, unclaimed_ms: self.config.unclaimed_ms })),
                 };
             }
-            return Err(self.ended_error(room));
+            if self.ended.is_over(room, Some(from)) {
+                return Err(self.ended_error(room));
+            }
+            // It was refused, which left nothing behind: this is a new request.
         }
         reserve.prefill.check()?;
         let blocks = self.config.layout.blocks_for(reserve.tokens);
@@ -1303,11 +1306,7 @@ impl<F> Decode<F> {
         let outcome = Outcome::Failed { why, bytes };
         match &r.phase {
             Phase::Queued { .. } => {
-                if let Some(p) = self.peers.get_mut(&r.prefill.key.identity) {
-                    let before = p.queue.len();
-                    p.queue.retain(|q| *q != room);
-                    self.queued -= before - p.queue.len();
-                }
+                self.leave_queue(room);
                 self.end_without_link(now, room, outcome);
             }
             Phase::Reserved { .. } => self.end_without_link(now, room, outcome),
@@ -1327,6 +1326,29 @@ impl<F> Decode<F> {
                 }
             }
             Phase::Stopping { .. } | Phase::Fencing { .. } | Phase::Over { .. } => {}
+        }
+    }
+
+    /// Refuses a reservation that was never charged; nothing of it stays. Lent blocks make it a
+    /// room that ends.
+    fn refuse_queued(&mut self, now: Time, room: RoomId, why: Refusal) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if r.blocks.is_some() || !r.watchers.is_empty() {
+            return self.stop(now, room, why);
+        }
+        for call in r.reserve_calls.drain(..) {
+            self.out.push_back(Output::Reply { call, reply: Err(why.clone()) });
+        }
+        self.leave_queue(room);
+        self.bury(room);
+    }
+
+    fn leave_queue(&mut self, room: RoomId) {
+        let Some(r) = self.rooms.get(&room) else { return };
+        if let Some(p) = self.peers.get_mut(&r.prefill.key.identity) {
+            let before = p.queue.len();
+            p.queue.retain(|q| *q != room);
+            self.queued -= before - p.queue.len();
         }
     }
 
@@ -1500,9 +1522,9 @@ impl<F> Decode<F> {
                 let why = Error::new(ErrorKind::Busy, "no lane became free in time")
                     .with("prefill", &r.prefill.key.identity)
                     .with("link", if r.link_known(&self.peers) { "up" } else { "not up yet" })
-                    .with("ahead", self.queued)
+                    .with("ahead", self.queued.saturating_sub(1))
                     .hint("wait longer, or use another pair of workers");
-                self.stop(now, room, why.to_refusal());
+                self.refuse_queued(now, room, why.to_refusal());
             }
             Phase::Reserved { until } if !in_time || now >= *until => {
                 let why = Error::new(ErrorKind::DeadlineExceeded, "the decode leg did not come")

@@ -545,10 +545,10 @@ impl<Q> Prefill<Q> {
                 }
             }
             Event::LaneUp { link, lane } => {
-                if let Some(l) = self.links.get_mut(&link) {
-                    if l.down.remove(&lane) {
-                        l.renewed.insert(lane, now);
-                    }
+                if let Some(l) = self.links.get_mut(&link)
+                    && l.down.remove(&lane)
+                {
+                    l.renewed.insert(lane, now);
                 }
                 for room in self.rooms_of(link) {
                     self.pump(now, room);
