@@ -73,6 +73,10 @@ pub(crate) struct DRoom {
 }
 
 impl DRoom {
+    /// A reservation that was only queued leaves nothing when it is refused.
+    pub(crate) fn began(&self) -> bool {
+        self.phase > 0 || self.grant != GrantId::NONE
+    }
     pub(crate) fn all_arrived(&self) -> bool {
         self.parts > 0 && self.arrived.count_ones() == self.parts
     }
@@ -389,7 +393,7 @@ impl World {
             stood_ns: self.hosts[d].stood_ns,
             deadline_ms: deadline_ms.min(self.prof.deadline_ms),
         };
-        if self.d[d].rooms.insert(room, fresh).is_some_and(|r| r.phase != 7) {
+        if self.d[d].rooms.insert(room, fresh).is_some_and(|r| r.began() && r.phase != 7) {
             self.fails(Inv::EndsOnce, || format!("room {room} starts twice"));
         }
     }
