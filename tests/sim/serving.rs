@@ -354,10 +354,10 @@ impl World {
         let from = self.hosts[self.rnode(router)].identity.clone();
         let now = self.local(d);
         self.d[d].m.handle_event(now, DEvent::Call { call: CallId(call), from, body });
-        if let Some((room, deadline_ms)) = reserve {
-            if self.d[d].m.active() > before.1 {
-                self.new_room(d, room, deadline_ms);
-            }
+        if let Some((room, deadline_ms)) = reserve
+            && self.d[d].m.active() > before.1
+        {
+            self.new_room(d, room, deadline_ms);
         }
         let refused = self.drain_decode(d);
         if let (Some(_), Some(kind)) = (reserve, refused) {
@@ -405,13 +405,13 @@ impl World {
         }
         let (d, room) = (self.jobs[job].d, self.jobs[job].room);
         match (act, reply) {
-            (Act::Reserve(_), Ok(Reply::Reserved { .. })) => {
-                if !std::mem::replace(&mut self.jobs[job].answered, true) {
-                    self.legs(job, 40);
-                    if self.rng.per_mille(600) {
-                        let (at, node) = (self.after(0, 100), self.rnode(router));
-                        self.push(at, Some(node), Ev::Job { job, act: Act::Await(0) });
-                    }
+            (Act::Reserve(_), Ok(Reply::Reserved { .. }))
+                if !std::mem::replace(&mut self.jobs[job].answered, true) =>
+            {
+                self.legs(job, 40);
+                if self.rng.per_mille(600) {
+                    let (at, node) = (self.after(0, 100), self.rnode(router));
+                    self.push(at, Some(node), Ev::Job { job, act: Act::Await(0) });
                 }
             }
             (Act::Reserve(_), Err(why)) => {
@@ -1116,16 +1116,13 @@ impl World {
             .filter(|r| r.granted == Some(sid))
             .map(|r| r.next as u32)
             .sum();
-        match self.p[p].posted.insert((sid, grant, part), (lane, chunks)) {
-            Some((before, then)) => {
-                if before != lane {
-                    self.cov.hit(C::Failover, kind);
-                }
-                if chunks > then {
-                    self.cov.hit(C::RetryOverChunk, kind);
-                }
+        if let Some((before, then)) = self.p[p].posted.insert((sid, grant, part), (lane, chunks)) {
+            if before != lane {
+                self.cov.hit(C::Failover, kind);
             }
-            None => {}
+            if chunks > then {
+                self.cov.hit(C::RetryOverChunk, kind);
+            }
         }
     }
 

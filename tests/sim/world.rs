@@ -830,8 +830,7 @@ impl World {
                 bad.push("lanes are still lent".into());
             }
             if node.quarantine.is_empty() {
-                let up: usize =
-                    node.lanes.iter().map(|(l, _)| self.lanes_up(l.0 as usize, 0)).sum();
+                let up: usize = node.lanes.keys().map(|l| self.lanes_up(l.0 as usize, 0)).sum();
                 if load.free_lanes as usize != up {
                     bad.push(format!("{} lanes are free, {up} are up", load.free_lanes));
                 }
