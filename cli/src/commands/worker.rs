@@ -172,6 +172,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     say_ready(serde_json::json!({
         "ready": role.as_str(),
         "identity": identity.to_string(),
+        "incarnation": worker.address().key.incarnation.to_string(),
         "quic": worker.address().address,
         "serving": server.address(),
         "blocks": blocks,
