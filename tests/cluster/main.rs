@@ -14,3 +14,4 @@ mod legs;
 mod process;
 
 mod kills;
+mod rooms;
