@@ -154,8 +154,7 @@ impl Links {
 
     fn drive(&mut self, now: Time, link: LinkId) -> Vec<News> {
         let mut news = Vec::new();
-        loop {
-            let Some(entry) = self.links.get_mut(&link) else { break };
+        while let Some(entry) = self.links.get_mut(&link) {
             let Some(output) = entry.machine.poll_output() else { break };
             match output {
                 Output::Send(frame) => {

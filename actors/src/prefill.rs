@@ -422,9 +422,8 @@ impl PrefillActor {
                 self.engine.send(Command::ResetLane { link, lane });
             }
             Output::Quiesce { link, grant } => self.engine.send(Command::Quiesce { link, grant }),
-            Output::Released { room, proof } => {
-                // The proof has done its work: the room's source may change.
-                drop(proof);
+            // The proof has done its work: the room's source may change.
+            Output::Released { room, proof: _ } => {
                 if let Some(mouth) = self.rooms.get(&room) {
                     mouth.released.send_replace(Some(Ok(())));
                 }

@@ -1,5 +1,7 @@
 //! Two workers in one process hand pages over for real: QUIC, TCP, fences.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 use std::time::Duration;
 
 use kvlane_actors::{

@@ -32,7 +32,7 @@ pub struct BootstrapConfig {
     pub security: Security,
     /// The cluster that it serves.
     pub cluster: String,
-    /// Its instance name.
+    /// Its instance name, where there is no certificate to say so.
     pub instance: String,
     /// A worker's lease.
     pub worker_lease_ms: u64,
@@ -82,7 +82,8 @@ impl Bootstrap {
     /// Starts a service and waits until it listens.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`], [`ErrorKind::Malformed`] (names), [`ErrorKind::Io`] (address in use).
+    /// [`ErrorKind::Config`] (certificates), [`ErrorKind::Malformed`] (names), [`ErrorKind::Io`]
+    /// (address in use).
     pub fn start(cfg: BootstrapConfig) -> Result<BootstrapHandle> {
         let (ready_tx, ready) = std_mpsc::channel();
         let (stop, stopped) = oneshot::channel();

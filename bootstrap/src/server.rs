@@ -12,7 +12,7 @@ use kvlane_proto::msg::service::{Answer, Ask, ServiceRequest, ServiceResponse};
 use kvlane_proto::{
     Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey,
 };
-use kvlane_transport::quic::{Death, Endpoint, EndpointConfig, Session};
+use kvlane_transport::quic::{Death, Endpoint, EndpointConfig, Security, Session, tls};
 use kvlane_transport::service_client::fill_random;
 use tokio::sync::oneshot;
 
@@ -58,13 +58,29 @@ pub(crate) async fn run(
 }
 
 fn open(cfg: BootstrapConfig) -> Result<(Endpoint, Rc<Shared>)> {
-    let identity = Identity::new(&cfg.cluster, Role::Service, &cfg.instance, 0)?;
+    let identity = identity(&cfg)?;
     let mut start = [0; 16];
     fill_random(&mut start)?;
     let me = WorkerKey { identity, incarnation: Incarnation(start) };
     let endpoint = Endpoint::bind(EndpointConfig::new(cfg.listen, cfg.security.clone(), me))?;
     let registry = RefCell::new(start_registry(&cfg)?);
     Ok((endpoint, Rc::new(Shared { cfg, registry, sessions: Cell::new(0) })))
+}
+
+/// The certificate's identity where there is one, else the configured.
+fn identity(cfg: &BootstrapConfig) -> Result<Identity> {
+    let Security::Mutual { dir } = &cfg.security else {
+        return Identity::new(&cfg.cluster, Role::Service, &cfg.instance, 0);
+    };
+    let found = tls::identity_of(dir)?;
+    if found.role != Role::Service || found.cluster != cfg.cluster {
+        return Err(Error::new(ErrorKind::Config, "the certificate is not this service's")
+            .with("dir", dir.display())
+            .with("found", found)
+            .with("expected", format!("{}/{}/…", cfg.cluster, Role::Service))
+            .hint("issue a certificate of role service for this cluster"));
+    }
+    Ok(found)
 }
 
 fn start_registry(cfg: &BootstrapConfig) -> Result<Addr<RegistryActor>> {
@@ -181,7 +197,6 @@ fn revive(shared: &Shared, dead: &Addr<RegistryActor>) -> Refusal {
 mod tests {
     use super::*;
     use kvlane_proto::msg::service::Cursor;
-    use kvlane_transport::quic::Security;
 
     #[test]
     fn a_registry_that_died_is_replaced_under_another_log() {

@@ -1,5 +1,7 @@
 //! The service for real, on loopback: what its clients see.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -12,7 +14,7 @@ use kvlane_proto::msg::service::{
     Ask, Cursor, Load, Registration, ServiceRequest, ServiceResponse, WorkerAddress, WorkerView,
 };
 use kvlane_proto::{ErrorKind, Identity, Incarnation, Layout, Role, WorkerKey};
-use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
+use kvlane_transport::quic::{Endpoint, EndpointConfig, Security, ca};
 use kvlane_transport::service_client::{RegistrationState, ServiceClient, keep_registered};
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -226,4 +228,86 @@ async fn an_address_in_use_is_an_error_that_names_it() {
     let e = Bootstrap::start(cfg).unwrap_err();
     assert!(e.to_string().contains(&service.local_addr().to_string()), "{e}");
     assert!(service.is_running());
+}
+
+/// A directory that is removed with it.
+struct Dir(std::path::PathBuf);
+
+impl Dir {
+    fn new(name: &str) -> Self {
+        let dir = std::env::temp_dir().join(format!("kvlane-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir_all(&dir).unwrap();
+        Self(dir)
+    }
+    /// A certificate for somebody.
+    fn issue(&self, identity: &Identity) -> Security {
+        let dir = self.0.join(format!("{}-{}", identity.role, identity.instance));
+        ca::issue(&self.0.join("ca"), &dir, identity, 1).unwrap();
+        Security::Mutual { dir }
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[tokio::test]
+async fn with_certificates_a_worker_is_who_its_certificate_says() {
+    let dir = Dir::new("service-tls");
+    ca::create_ca(&dir.0.join("ca"), "c").unwrap();
+    let (p, d) = (key(Role::Prefill, "p", 1), key(Role::Decode, "d", 1));
+    // A worker's certificate does not make a service.
+    let worker = dir.issue(&p.identity);
+    let cfg = BootstrapConfig::new(any(), worker.clone(), "c");
+    let e = Bootstrap::start(cfg).unwrap_err();
+    assert!(e.kind() == ErrorKind::Config && e.to_string().contains("c/prefill/p/0"), "{e}");
+
+    let own = Identity::new("c", Role::Service, "any-name", 0).unwrap();
+    let service = Bootstrap::start(BootstrapConfig::new(any(), dir.issue(&own), "c")).unwrap();
+    let dial = |key: &WorkerKey, security| {
+        let endpoint = Endpoint::bind(EndpointConfig::new(any(), security, key.clone())).unwrap();
+        ServiceClient::new(endpoint, service.local_addr().to_string())
+    };
+    let prefill = dial(&p, worker);
+    prefill.register(registration(&p)).await.unwrap();
+    let e = prefill.register(registration(&d)).await.unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unauthorized, "{e}");
+    let e = dial(&d, Security::Insecure).register(registration(&d)).await.unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unauthorized, "{e}");
+    assert_eq!(all(&prefill).await.len(), 1);
+}
+
+const CHILD: &str = "KVLANE_TEST_CHILD_REGISTERS_AT";
+
+#[tokio::test]
+#[ignore = "not a test by itself: the process that the next one kills"]
+async fn child_that_registers() {
+    let Ok(service) = std::env::var(CHILD) else { return };
+    let d = key(Role::Decode, "child", 1);
+    let decode = client(&d, service.parse().unwrap());
+    decode.register(registration(&d)).await.unwrap();
+    std::future::pending::<()>().await;
+}
+
+#[tokio::test]
+async fn a_killed_process_is_suspected_long_before_its_lease_ends() {
+    let cfg = BootstrapConfig {
+        worker_lease_ms: 3_600_000,
+        ..BootstrapConfig::new(any(), Security::Insecure, "c")
+    };
+    let service = Bootstrap::start(cfg).unwrap();
+    let reader = client(&key(Role::Router, "r", 1), service.local_addr());
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_that_registers", "--ignored"])
+        .env(CHILD, service.local_addr().to_string())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    until(&reader, "the child registers", |w| w.iter().any(|w| w.alive && !w.suspected)).await;
+    child.kill().unwrap();
+    child.wait().unwrap();
+    until(&reader, "the child is suspected", |w| w.iter().any(|w| w.alive && w.suspected)).await;
 }

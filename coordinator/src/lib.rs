@@ -150,7 +150,7 @@ impl PairRequest {
 #[derive(Clone)]
 pub struct Coordinator {
     shared: Arc<Shared>,
-    _tasks: Arc<Tasks>,
+    tasks: Arc<Tasks>,
 }
 
 /// Ends the keeper with the last coordinator. The aborter ends by itself, once nobody can order an
@@ -276,7 +276,7 @@ impl Coordinator {
         let keeper = tokio::spawn(keeper::keep(Arc::clone(&shared), service, ready));
         let call = Duration::from_millis(shared.cfg.call_ms);
         tokio::spawn(keeper::tell_aborts(workers, orders, call, shared.cfg.call_tries));
-        let this = Self { shared, _tasks: Arc::new(Tasks { keeper }) };
+        let this = Self { shared, tasks: Arc::new(Tasks { keeper }) };
         keeper::wait_for_start(started, &this.shared.cfg).await?;
         Ok(this)
     }
@@ -307,7 +307,7 @@ impl Coordinator {
     /// [`ErrorKind::NotFound`], …; [`ErrorKind::LeaseExpired`] without a live issuer slot.
     pub async fn reserve(&self, request: PairRequest) -> Result<Handoff> {
         let shared = &*self.shared;
-        if self._tasks.keeper.is_finished() {
+        if self.tasks.keeper.is_finished() {
             return Err(Error::new(ErrorKind::Internal, "the coordinator's keeper has ended")
                 .hint("connect again, and report this defect"));
         }

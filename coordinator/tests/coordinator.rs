@@ -1,5 +1,7 @@
 //! The coordinator against the real service and workers that answer calls from a script.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -469,4 +471,29 @@ async fn a_service_that_is_not_there_is_named() {
     assert!(e.to_string().contains("127.0.0.1:9"), "{e}");
     cfg.identity.role = Role::Decode;
     assert_eq!(Coordinator::connect(cfg).await.unwrap_err().kind(), ErrorKind::Config);
+}
+
+#[tokio::test]
+async fn many_requests_at_once_are_spread_and_never_share_a_room() {
+    let service = start_service(any());
+    let at = service.local_addr();
+    let _p = Worker::start(at, Role::Prefill, "p", 1, layout()).await;
+    let mut decodes = Vec::new();
+    for name in ["d0", "d1", "d2"] {
+        decodes.push(Worker::start(at, Role::Decode, name, 1, layout()).await);
+    }
+    let c = connect(at).await;
+    let mut asked = tokio::task::JoinSet::new();
+    for _ in 0..300 {
+        let c = c.clone();
+        let request = PairRequest { wait: CAP, ..PairRequest::new(10) };
+        asked.spawn(async move { c.reserve(request).await.unwrap().detach() });
+    }
+    let rooms: HashSet<RoomId> =
+        timeout(CAP, asked.join_all()).await.unwrap().into_iter().collect();
+    assert_eq!(rooms.len(), 300);
+    for d in &decodes {
+        let share = d.script(|s| s.reserves.len());
+        assert!((50..=150).contains(&share), "{share} of 300");
+    }
 }

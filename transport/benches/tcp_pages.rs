@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
+use kvlane_proto::limits::PART_BYTES;
 use kvlane_proto::{
     BlockList, Device, GrantId, Grid, Identity, Incarnation, LaneId, Layout, LinkId, PartId, Plan,
     PoolMap, Role, WorkerKey, limits,
@@ -325,26 +326,25 @@ fn main() -> Outcome<()> {
         let gb = n as f64 * f64::from(page_bytes) / 1e9;
         let mut raw_rates = vec![Vec::new(); RAW_CALL_BYTES.len()];
         let mut rates = Vec::new();
+        // Small pages make short runs, which other load disturbs more.
+        let reps = if page_bytes < 64 << 10 { reps * 4 } else { reps };
         for rep in 0..=reps {
-            for way in 0..=RAW_CALL_BYTES.len() {
-                let from =
-                    plan(&src, &l, &random_ids(&mut seed, pool_blocks, n), limits::PART_BYTES)?;
-                let to =
-                    plan(&dst, &l, &random_ids(&mut seed, pool_blocks, n), limits::PART_BYTES)?;
-                let (took, rates) = match RAW_CALL_BYTES.get(way) {
-                    Some(&call_bytes) => {
-                        let (from, to) = (pages(&src, &from)?, pages(&dst, &to)?);
-                        (
-                            raw.run(from, to, (call_bytes, u64::MAX), Duration::ZERO)?[0],
-                            &mut raw_rates[way],
-                        )
-                    }
-                    None => (engines.run(&from, to)?, &mut rates),
-                };
+            let mut plans = || -> Outcome<_> {
+                let from = random_ids(&mut seed, pool_blocks, n);
+                let to = random_ids(&mut seed, pool_blocks, n);
+                Ok((plan(&src, &l, &from, PART_BYTES)?, plan(&dst, &l, &to, PART_BYTES)?))
+            };
+            for (call_bytes, raw_rates) in RAW_CALL_BYTES.into_iter().zip(&mut raw_rates) {
+                let (from, to) = plans()?;
+                let (from, to) = (pages(&src, &from)?, pages(&dst, &to)?);
+                let took = raw.run(from, to, (call_bytes, u64::MAX), Duration::ZERO)?;
+                raw_rates.push(gb / took[0].as_secs_f64());
+            }
+            let (from, to) = plans()?;
+            rates.push(gb / engines.run(&from, to)?.as_secs_f64());
+            if rep == 0 {
                 // The first round warms up.
-                if rep > 0 {
-                    rates.push(gb / took.as_secs_f64());
-                }
+                raw_rates.iter_mut().chain([&mut rates]).for_each(Vec::clear);
             }
         }
         let (best, call) = raw_rates

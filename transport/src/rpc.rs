@@ -31,7 +31,7 @@ pub const WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 /// A family of questions and answers.
 pub trait Exchange: Send + 'static {
     /// What is asked.
-    type Ask: Send + 'static;
+    type Ask: Clone + Send + 'static;
     /// What is answered.
     type Answer: Send + 'static;
     /// A question as it travels.
@@ -273,7 +273,13 @@ async fn run<E: Exchange>(
     mut inbox: mpsc::Receiver<Question<E>>,
     state: watch::Sender<Sessions>,
 ) {
-    while let Some(question) = inbox.recv().await {
+    let mut unsent = None;
+    loop {
+        let next = match unsent.take() {
+            Some(question) => Some(question),
+            None => inbox.recv().await,
+        };
+        let Some(question) = next else { return };
         if question.reply.is_closed() {
             continue;
         }
@@ -291,28 +297,37 @@ async fn run<E: Exchange>(
             Ok(session) => {
                 let peer = session.peer.clone();
                 state.send_modify(|s| *s = Sessions { count: s.count + 1, peer: Some(peer) });
-                let closed = serve::<E>(session, question, &target, &mut inbox).await;
+                let end = serve::<E>(session, question, &target, &mut inbox).await;
                 state.send_modify(|s| s.peer = None);
-                if closed {
-                    return;
+                match end {
+                    End::NobodyAsks => return,
+                    End::Over(question) => unsent = question,
                 }
             }
         }
     }
 }
 
-/// Runs one session. Returns whether nobody can ask any more.
+/// How a session ended.
+enum End<E: Exchange> {
+    /// The last client was dropped.
+    NobodyAsks,
+    /// It is over; a question that could not be sent on it any more goes to the next.
+    Over(Option<Question<E>>),
+}
+
+/// Runs one session.
 async fn serve<E: Exchange>(
     session: Session,
     first: Question<E>,
     target: &Target,
     inbox: &mut mpsc::Receiver<Question<E>>,
-) -> bool {
+) -> End<E> {
     let (tx, mut rx, mut watch) = session.into_parts::<E::Request, E::Response>();
     let mut pending: HashMap<u64, Asker<E>> = HashMap::new();
     let mut next_id = 1;
     let mut question = Some(first);
-    loop {
+    let (why, unsent) = loop {
         if let Some(q) = question.take() {
             if pending.len() >= IN_FLIGHT_MAX {
                 // Those whose deadline has passed wait no more.
@@ -325,45 +340,47 @@ async fn serve<E: Exchange>(
                     .with("limit", IN_FLIGHT_MAX);
                 let _ = q.reply.send(Err(Failure::Unsent(e)));
             } else {
-                let id = next_id;
-                next_id += 1;
-                match tx.try_send(&E::request(id, q.ask)) {
-                    Ok(()) => drop(pending.insert(id, q.reply)),
+                match tx.try_send(&E::request(next_id, q.ask.clone())) {
+                    Ok(()) => drop(pending.insert(next_id, q.reply)),
+                    Err(e) if e.kind() == ErrorKind::PeerLost => {
+                        break (e.message().to_string(), Some(q));
+                    }
                     Err(e) => drop(q.reply.send(Err(Failure::Unsent(e)))),
                 }
+                next_id += 1;
             }
         }
-        let lost = tokio::select! {
-            next = inbox.recv() => match next {
-                Some(q) => {
-                    question = (!q.reply.is_closed()).then_some(q);
-                    continue;
-                }
-                None => return true,
-            },
+        // What has come is taken before more is asked of a session that may be over.
+        tokio::select! {
+            biased;
             received = rx.recv() => match received {
                 Ok(Some(response)) => {
                     let (id, answer) = E::response(response);
                     match pending.remove(&id) {
-                        Some(reply) => drop(reply.send(answer.map_err(|r| Failure::Refused(r.into())))),
+                        Some(reply) => {
+                            drop(reply.send(answer.map_err(|r| Failure::Refused(r.into()))));
+                        }
                         None => metrics::counter!("kvlane_rpc_unasked_total").increment(1),
                     }
-                    continue;
                 }
-                Ok(None) => target.ended(),
-                Err(e) => e,
+                Ok(None) => break ("it was ended on purpose".to_string(), None),
+                Err(e) => break (e.to_string(), None),
             },
-            // After a death notice the process is probably gone. The next question finds out.
-            death = watch.died() => target.ended().with("why", match death {
-                Death::Notice => "its process died".to_string(),
-                Death::Closed { why, .. } => why.text,
-            }),
-        };
-        watch.close("session given up");
-        tracing::debug!(asked = %target.name(), address = %target.address, error = %lost, "session ended");
-        for (_, reply) in pending {
-            let _ = reply.send(Err(Failure::Lost(target.ended().with("why", lost.message()))));
+            death = watch.died() => match death {
+                // The process is probably gone; the next question finds out.
+                Death::Notice => break ("its process died".to_string(), None),
+                Death::Closed { why, .. } => break (why.text, None),
+            },
+            next = inbox.recv() => match next {
+                Some(q) => question = (!q.reply.is_closed()).then_some(q),
+                None => return End::NobodyAsks,
+            },
         }
-        return false;
+    };
+    watch.close("session given up");
+    tracing::debug!(asked = %target.name(), address = %target.address, why, "session ended");
+    for (_, reply) in pending {
+        let _ = reply.send(Err(Failure::Lost(target.ended().with("why", &why))));
     }
+    End::Over(unsent)
 }

@@ -205,6 +205,8 @@ pub async fn keep_registered(
     holder.handle_timeout(clock::now());
     let mut sessions = client.sessions();
     let mut said_draining = false;
+    // The session that the lease was last granted on.
+    let mut granted_on = 0;
     loop {
         while let Some(output) = holder.poll_output() {
             // No request outlives the lease that it is to keep, so its end is said in time.
@@ -248,7 +250,10 @@ pub async fn keep_registered(
                 }
             };
             let event = match asked {
-                Ok(Ok(lease_ms)) => Event::Granted { request, lease_ms },
+                Ok(Ok(lease_ms)) => {
+                    granted_on = sessions.borrow().count;
+                    Event::Granted { request, lease_ms }
+                }
                 Ok(Err(e)) => {
                     tracing::warn!(worker = %registration.worker.key, error = %e, "lease request failed");
                     Event::Failed { request, kind: e.kind(), jitter: random() }
@@ -268,12 +273,14 @@ pub async fn keep_registered(
         tokio::select! {
             () = tokio::time::sleep(wake) => holder.handle_timeout(clock::now()),
             changed = sessions.changed() => {
-                let ended = changed.is_ok() && sessions.borrow_and_update().peer.is_none();
                 if changed.is_err() {
                     return Err(Error::new(ErrorKind::Internal, "the service's client has ended"));
                 }
-                if ended {
-                    // Perhaps the service restarted, and has forgotten this worker.
+                let now = sessions.borrow_and_update().clone();
+                if now.peer.is_none() && now.count == granted_on {
+                    // Perhaps the service restarted, and has forgotten this worker. Once only: a
+                    // service that ends every session at once is met with the usual back-off.
+                    granted_on = 0;
                     holder.handle_event(clock::now(), Event::Hurry);
                 }
             },

@@ -1,8 +1,9 @@
 //! The engine's thread: bounded queue, sleep and wake, panics, its end.
+#![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)] // Tests fail by panicking.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use kvlane_proto::{DataPath, ErrorKind, LinkId, Result, Time};
 use kvlane_transport::engine::driver::{EngineHandle, QUEUE_COMMANDS, spawn};
@@ -18,6 +19,8 @@ struct Toy {
     said: Sender<&'static str>,
     outbox: Vec<EngineEvent>,
     polls: Arc<std::sync::atomic::AtomicU64>,
+    /// `pid/task/tid` of the thread.
+    task: Arc<OnceLock<String>>,
 }
 
 const WAIT: LinkId = LinkId(1);
@@ -53,6 +56,8 @@ impl Engine for Toy {
         !events.is_empty()
     }
     fn park(&mut self, _: &mut Vec<Interest>) -> Option<Time> {
+        self.task
+            .get_or_init(|| std::fs::read_link("/proc/thread-self").unwrap().display().to_string());
         let _ = self.said.send("park");
         None
     }
@@ -70,6 +75,8 @@ struct Rig {
     said: Receiver<&'static str>,
     gate: Arc<Mutex<()>>,
     polls: Arc<std::sync::atomic::AtomicU64>,
+    /// `pid/task/tid` of the thread.
+    task: Arc<OnceLock<String>>,
 }
 
 fn rig() -> Rig {
@@ -77,30 +84,55 @@ fn rig() -> Rig {
     let (said_tx, said) = channel();
     let gate: Arc<Mutex<()>> = Arc::default();
     let polls: Arc<std::sync::atomic::AtomicU64> = Arc::default();
-    let toy = Toy { gate: gate.clone(), said: said_tx, outbox: vec![], polls: polls.clone() };
+    let task: Arc<OnceLock<String>> = Arc::default();
+    let toy = Toy {
+        gate: gate.clone(),
+        said: said_tx,
+        outbox: vec![],
+        polls: polls.clone(),
+        task: task.clone(),
+    };
     let on_events = move |batch: Vec<EngineEvent>| {
         assert!(!batch.is_empty());
         batch.into_iter().for_each(|e| drop(tx.send(e)));
     };
     let handle = spawn(Box::new(toy), Box::new(on_events)).unwrap();
-    Rig { handle, events, said, gate, polls }
+    Rig { handle, events, said, gate, polls, task }
 }
 
 impl Rig {
     fn said(&self, what: &str) {
         while self.said.recv_timeout(PATIENCE).unwrap() != what {}
     }
+    /// Until the kernel says that the engine's thread sleeps.
+    fn until_asleep(&self) {
+        let started = Instant::now();
+        loop {
+            let task = self.task.get().unwrap();
+            let stat = std::fs::read_to_string(format!("/proc/{task}/stat")).unwrap();
+            // pid (name) state …
+            if stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('S')) {
+                return;
+            }
+            assert!(started.elapsed() < PATIENCE);
+            std::thread::yield_now();
+        }
+    }
 }
 
 #[test]
 fn a_sleeping_engine_is_woken_by_every_command() {
     let r = rig();
+    let started = Instant::now();
     for n in 10..60 {
         r.said("park");
+        r.until_asleep();
         r.handle.send(Command::Close { link: LinkId(n) }).unwrap();
         let e = r.events.recv_timeout(PATIENCE).unwrap();
         assert!(matches!(e, EngineEvent::LaneUp { link, .. } if link == LinkId(n)), "{e:?}");
     }
+    // Without being woken it sleeps for a second each time.
+    assert!(started.elapsed() < Duration::from_secs(25), "{:?}", started.elapsed());
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! The `tcp` engine against its like, against strangers, and against peers that break its rules.
+#![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)] // Tests fail by panicking.
 
 mod engine_conformance;
 
@@ -7,6 +8,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
 
 use engine_conformance::{CANARY, LINK, PATIENCE, Pair, Pool, layout, peer, run};
+use proptest::prelude::*;
+
 use kvlane_proto::layout::KvKind;
 use kvlane_proto::{ErrorKind, GrantId, LaneId, PartId, Role, limits};
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
@@ -273,10 +276,10 @@ fn a_revoke_needs_neither_the_engines_thread_nor_the_sender() {
 /// A sender whose receiver is the test: `accept` plays it.
 fn sender_with(listener: &TcpListener, lanes: u16) -> Pair {
     let mut p = Pair::new(couple(false));
-    p.to_tx(Command::Listen { link: LINK, peer: peer(Role::Decode), lanes, receiver: false });
+    p.tell_tx(Command::Listen { link: LINK, peer: peer(Role::Decode), lanes, receiver: false });
     let blob =
         Blob { lanes, token: [3; 16], addresses: vec![listener.local_addr().unwrap()] }.encode();
-    p.to_tx(Command::Connect { link: LINK, remote: blob, map: None });
+    p.tell_tx(Command::Connect { link: LINK, remote: blob, map: None });
     p
 }
 fn accept(listener: &TcpListener, p: &mut Pair) -> TcpStream {
@@ -327,7 +330,7 @@ fn a_lane_killed_in_a_part_goes_down_once_and_is_dialled_again() {
     p.until("end", |p| !downs(p).is_empty());
     // In doubt, so neither acknowledged nor refused; nothing is left to quiesce.
     assert_eq!((p.acked(), p.nacked()), (0, vec![]));
-    p.to_tx(Command::Quiesce { link: LINK, grant: GrantId(7) });
+    p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(7) });
     p.until("quiesced", |p| is_quiesced(p));
     p.post(7, 0, 0, &plan);
     p.until("refusal", |p| p.nacked() == [ErrorKind::NoPath]);
@@ -344,10 +347,10 @@ fn a_lane_killed_in_a_part_goes_down_once_and_is_dialled_again() {
         .unwrap();
     p.until("end", |p| downs(p) == [ErrorKind::Malformed]);
     let _s = accept(&listener, &mut p);
-    p.to_tx(Command::ResetLane { link: LINK, lane: LaneId(0) });
+    p.tell_tx(Command::ResetLane { link: LINK, lane: LaneId(0) });
     p.until("reset", |p| downs(p) == [ErrorKind::NoPath]);
     let mut s = accept(&listener, &mut p);
-    p.to_tx(Command::Close { link: LINK });
+    p.tell_tx(Command::Close { link: LINK });
     p.until("close", |_| matches!(s.read(&mut some), Ok(0)));
     p.settle();
     assert!(listener.accept().is_err(), "a closed link dials no more");
@@ -366,7 +369,7 @@ fn a_quiesce_ends_although_the_receiver_does_not_read() {
         p.post(7, part, 0, &plan);
     }
     p.settle();
-    p.to_tx(Command::Quiesce { link: LINK, grant: GrantId(7) });
+    p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(7) });
     p.poll_tx();
     assert!(!is_quiesced(&p), "half a part is written and the rest is not");
     assert_eq!(p.tx.unregister(&src.region).unwrap_err().kind(), ErrorKind::Busy);
@@ -376,6 +379,31 @@ fn a_quiesce_ends_although_the_receiver_does_not_read() {
     // The source may change, and may go.
     p.tx.unregister(&src.region).unwrap();
     drop(s);
+}
+
+#[test]
+fn a_half_written_part_is_finished_and_the_rest_is_not_begun() {
+    let l = layout(1 << 20, 1, KvKind::Mla);
+    let (src, dst) = (Pool::new(&l, 48), Pool::new(&l, 48));
+    src.fill(1);
+    dst.fill(CANARY);
+    let mut p = Pair::new(couple(false));
+    p.tx.register(&src.region).unwrap();
+    p.rx.register(&dst.region).unwrap();
+    p.connect(1);
+    let ids: Vec<u32> = (0..48).collect();
+    let (from, to) = (src.plan(&ids, 16 << 20), dst.plan(&ids, 16 << 20));
+    p.open(7, 1, &to);
+    (0..3).for_each(|part| p.post(7, part, 0, &from));
+    // Only the sender moves, until the socket takes no more.
+    while p.poll_tx() {}
+    p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(7) });
+    p.poll_tx();
+    assert!(!is_quiesced(&p));
+    p.until("quiesced", |p| is_quiesced(p));
+    p.settle();
+    assert_eq!((downs(&p), p.acked(), p.nacked()), (vec![], 1, vec![]));
+    assert_eq!(dst.touched(), 16 << 20);
 }
 
 #[test]
@@ -394,4 +422,60 @@ fn addresses_that_nobody_can_dial_are_refused() {
     let ok = at("0.0.0.0:0", &["127.0.0.1"]).unwrap();
     assert_eq!(ok.addresses()[0].ip().to_string(), "127.0.0.1");
     assert_ne!(ok.addresses()[0].port(), 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+
+    /// Whatever frames a peer with the right token sends: only pages of the open grant's parts are
+    /// written, and every whole frame is answered.
+    #[test]
+    fn a_lying_sender_writes_only_what_its_grant_names(
+        frames in proptest::collection::vec(
+            (6u64..9, 0u32..4, prop_oneof![Just(128u32), 0u32..400], any::<Option<u32>>()),
+            1..20,
+        ),
+        cut in 1usize..200,
+    ) {
+        let l = layout(64, 1, KvKind::Mla);
+        let dst = Pool::new(&l, 32);
+        dst.fill(CANARY);
+        let r = Alone::new(1);
+        r.handle.register(&dst.region).unwrap();
+        let (named, other) = (dst.plan(&[9, 3, 20, 4], 128), dst.plan(&[1, 2, 5, 6], 128));
+        r.open(7, &named);
+        r.open(8, &other);
+        r.handle.send(Command::Fence { grant: GrantId(8), how: FenceHow::Close }).unwrap();
+        r.wait("proof", |e| matches!(e, EngineEvent::Fenced(_)));
+        let mut lane = r.lane(0);
+        let mut sent = Vec::new();
+        for &(grant, part, bytes, crc) in &frames {
+            sent.extend(header(grant, part, bytes, crc));
+            sent.extend(vec![1; bytes as usize]);
+        }
+        // The last frame may be cut off.
+        sent.truncate(sent.len() - (cut % (32 + frames[frames.len() - 1].2 as usize)));
+        for piece in sent.chunks(cut) {
+            lane.write_all(piece).unwrap();
+        }
+        lane.shutdown(std::net::Shutdown::Write).unwrap();
+        for &(grant, part, bytes, crc) in &frames[..frames.len() - 1] {
+            let answer = ack(&mut lane);
+            prop_assert_eq!((answer.grant.0, answer.part.0), (grant, part));
+            let status = match (grant, part, bytes) {
+                (7, 0 | 1, 128) if crc.is_none_or(|c| c == crc32c::crc32c(&[1; 128])) => {
+                    Status::Landed
+                }
+                (7, 0 | 1, 128) => Status::Corrupt,
+                (7, ..) => Status::WrongPart,
+                _ => Status::NoGrant,
+            };
+            prop_assert_eq!(answer.status, status);
+        }
+        r.wait("end", |e| matches!(e, EngineEvent::LaneDown { .. }));
+        for address in engine_conformance::addresses(&named) {
+            dst.write(address, &[CANARY; 64]);
+        }
+        prop_assert_eq!(dst.touched(), 0);
+    }
 }

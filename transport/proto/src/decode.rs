@@ -420,6 +420,14 @@ struct Lane {
     pair_epoch: u32,
 }
 
+/// What a fence that did not complete keeps from use.
+#[derive(Debug)]
+struct Withheld {
+    blocks: u64,
+    link: Option<LinkId>,
+    lanes: Vec<LaneId>,
+}
+
 /// The machine.
 #[derive(Debug)]
 pub struct Decode<F> {
@@ -433,7 +441,7 @@ pub struct Decode<F> {
     keys: Memory<IdempotencyKey, RoomId>,
     ended: Ended,
     /// Grants whose fence did not complete in time.
-    quarantine: HashMap<GrantId, u64>,
+    quarantine: HashMap<GrantId, Withheld>,
     draining: bool,
     queued: usize,
     out: VecDeque<Output<F>>,
@@ -488,8 +496,12 @@ impl<F> Decode<F> {
             rooms: self.active() as u32,
             queued: self.queued as u32,
             free_lanes: self.links.values().map(|l| l.free.len() as u32).sum(),
-            quarantined_blocks: self.quarantine.values().sum::<u64>().min(u64::from(u32::MAX))
-                as u32,
+            quarantined_blocks: self
+                .quarantine
+                .values()
+                .map(|w| w.blocks)
+                .sum::<u64>()
+                .min(u64::from(u32::MAX)) as u32,
             draining: self.draining,
         }
     }
@@ -961,7 +973,12 @@ impl<F> Decode<F> {
         let twice = self.broken(Mutant::CreditTwice);
         let Some(r) = self.rooms.get_mut(&room) else { return };
         let lanes = std::mem::take(&mut r.lanes);
-        let Some(link) = r.link.and_then(|id| self.links.get_mut(&id)) else { return };
+        let link = r.link;
+        self.free_lanes(now, link, lanes, twice);
+    }
+
+    fn free_lanes(&mut self, now: Time, link: Option<LinkId>, lanes: Vec<LaneId>, twice: bool) {
+        let Some(link) = link.and_then(|id| self.links.get_mut(&id)) else { return };
         for id in lanes {
             let lane = &mut link.lanes[usize::from(id.0)];
             lane.borrower = None;
@@ -1054,12 +1071,14 @@ impl<F> Decode<F> {
         {
             p.link = None;
         }
-        let hit: Vec<RoomId> = self
+        let mut hit: Vec<RoomId> = self
             .rooms
             .iter()
             .filter(|(_, r)| r.link == Some(id) || (r.link.is_none() && r.prefill.key == link.peer))
             .map(|(&room, _)| room)
             .collect();
+        // A run must not depend on the order of a hash map.
+        hit.sort_unstable();
         for room in hit {
             match self.rooms.get_mut(&room).map(|r| (&mut r.phase, &mut r.dirty)) {
                 Some((Phase::Over { forget, .. }, _)) => {
@@ -1099,8 +1118,16 @@ impl<F> Decode<F> {
                 }
             }
             PeerMsg::Serve(serve) => self.serve(link, *serve),
-            PeerMsg::Quiesced { room, grant, clean } => {
-                self.quiesced(now, link, room, grant, clean)
+            PeerMsg::Quiesced { room, grant, clean, heard } => {
+                self.quiesced(now, link, room, grant, clean);
+                if !heard {
+                    self.tell_again(link, room, grant);
+                } else if self.rooms.get(&room).is_some_and(|r| {
+                    let over = matches!(r.phase, Phase::Over { .. });
+                    over && r.link == Some(link) && r.grant == grant
+                }) {
+                    self.bury(room);
+                }
             }
             PeerMsg::Abort { room, grant, why } => {
                 let known = match self.rooms.get(&room) {
@@ -1247,14 +1274,6 @@ impl<F> Decode<F> {
     }
 
     fn quiesced(&mut self, now: Time, link: LinkId, room: RoomId, grant: GrantId, clean: bool) {
-        let over = match self.rooms.get_mut(&room) {
-            Some(r) if matches!(r.phase, Phase::Over { .. }) => Some(r),
-            _ => None,
-        };
-        if over.is_some_and(|r| r.link == Some(link) && r.grant == grant) {
-            self.bury(room);
-            return;
-        }
         let quiesce_ms = self.config.quiesce_ms;
         if let Some(r) = self.room_of(link, room, grant) {
             r.quiesced = Some(clean);
@@ -1272,8 +1291,6 @@ impl<F> Decode<F> {
                 _ => {}
             }
             self.rearm(room);
-        } else if !self.rooms.contains_key(&room) {
-            self.tell_again(link, room, grant);
         }
     }
 
@@ -1341,9 +1358,9 @@ impl<F> Decode<F> {
     }
 
     fn fenced(&mut self, now: Time, grant: GrantId, proof: F) {
-        if self.quarantine.remove(&grant).is_some() {
+        if let Some(withheld) = self.quarantine.remove(&grant) {
             self.out.push_back(Output::LateProof { grant, proof });
-            return;
+            return self.free_lanes(now, withheld.link, withheld.lanes, false);
         }
         let Some(&room) = self.by_grant.get(&grant) else { return };
         let Some(Phase::Fencing { outcome, .. }) = self.rooms.get(&room).map(|r| &r.phase) else {
@@ -1356,7 +1373,7 @@ impl<F> Decode<F> {
     /// The fence cannot complete: the room ends, its blocks do not come back.
     fn withhold(&mut self, now: Time, grant: GrantId, why: &Refusal) {
         let Some(&room) = self.by_grant.get(&grant) else { return };
-        let Some(r) = self.rooms.get(&room) else { return };
+        let Some(r) = self.rooms.get_mut(&room) else { return };
         if !matches!(r.phase, Phase::Fencing { .. }) {
             return;
         }
@@ -1368,7 +1385,9 @@ impl<F> Decode<F> {
             .with("cause", why)
             .hint("restart the decode worker to get the blocks back")
             .to_refusal();
-        self.quarantine.insert(grant, count);
+        // Lanes of a withheld grant may still bring writes; they stay out of the pool.
+        let (link, lanes) = (r.link, std::mem::take(&mut r.lanes));
+        self.quarantine.insert(grant, Withheld { blocks: count, link, lanes });
         self.over(now, room, Outcome::Failed { why: refusal, bytes }, None, true);
     }
 
@@ -1408,14 +1427,7 @@ impl<F> Decode<F> {
             proof,
             withheld,
         });
-        // Lanes of a withheld grant may still bring writes; they stay out of the pool.
-        if withheld {
-            if let Some(r) = self.rooms.get_mut(&room) {
-                r.lanes.clear();
-            }
-        } else {
-            self.return_lanes(now, room);
-        }
+        self.return_lanes(now, room);
         let link = link.or_else(|| {
             self.peers
                 .get(&peer.identity)

@@ -283,10 +283,10 @@ mod tests {
         let e = Error::new(ErrorKind::NotFound, "no GPU with ordinal 3")
             .with("asked", 3)
             .with("known", "0, 1")
-            .hint("run `kvlane explain`");
+            .hint("name one of the known");
         assert_eq!(
             e.to_string(),
-            "not_found: no GPU with ordinal 3 (asked=3, known=0, 1); fix: run `kvlane explain`"
+            "not_found: no GPU with ordinal 3 (asked=3, known=0, 1); fix: name one of the known"
         );
     }
 

@@ -83,7 +83,11 @@ impl<T> Grants<T> {
     ) -> Result<(GrantId, &T)> {
         #[cfg(feature = "mutants")]
         if self.trust_the_lane {
-            let on_lane = self.open.iter().find(|(_, o)| o.link == link && o.lanes.contains(&lane));
+            let on_lane = self
+                .open
+                .iter()
+                .filter(|(_, o)| o.link == link && o.lanes.contains(&lane))
+                .min_by_key(|(id, _)| **id);
             if let Some((&grant, o)) = on_lane.filter(|(_, o)| part.0 < o.parts) {
                 return Ok((grant, &o.target));
             }

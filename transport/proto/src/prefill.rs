@@ -386,7 +386,19 @@ struct Link {
     path: DataPath,
     part_bytes: u64,
     down: HashSet<LaneId>,
+    /// When a lane came back: an offer that may be older is not about this connection of it.
+    renewed: HashMap<LaneId, Time>,
     orphans: usize,
+}
+
+/// What is remembered of a room that has ended.
+#[derive(Clone, Debug)]
+struct Past {
+    outcome: Outcome,
+    /// A prefill leg has heard it.
+    told: bool,
+    /// What this side said of its grant: nothing that was posted can land.
+    clean: bool,
 }
 
 /// The machine.
@@ -397,8 +409,8 @@ pub struct Prefill<Q> {
     by_grant: HashMap<(LinkId, GrantId), RoomId>,
     links: HashMap<LinkId, Link>,
     timers: BTreeSet<(Time, RoomId)>,
-    /// How rooms ended, and whether a prefill leg has heard it.
-    ended: Memory<RoomId, (Outcome, bool)>,
+    /// How rooms ended.
+    ended: Memory<RoomId, Past>,
     draining: bool,
     withheld_rooms: u32,
     retries: u64,
@@ -517,7 +529,9 @@ impl<Q> Prefill<Q> {
             }
             Event::LinkUp { link, peer, path, part_bytes } => {
                 let down = HashSet::new();
-                self.links.insert(link, Link { peer, path, part_bytes, down, orphans: 0 });
+                let renewed = HashMap::new();
+                let fresh = Link { peer, path, part_bytes, down, renewed, orphans: 0 };
+                self.links.insert(link, fresh);
             }
             Event::LinkDown { link, why } => self.link_down(now, link, &why),
             Event::Peer { link, msg, echo_sent } => self.peer(now, link, msg, echo_sent),
@@ -530,7 +544,9 @@ impl<Q> Prefill<Q> {
             }
             Event::LaneUp { link, lane } => {
                 if let Some(l) = self.links.get_mut(&link) {
-                    l.down.remove(&lane);
+                    if l.down.remove(&lane) {
+                        l.renewed.insert(lane, now);
+                    }
                 }
                 for room in self.rooms_of(link) {
                     self.pump(now, room);
@@ -619,8 +635,8 @@ impl<Q> Prefill<Q> {
             None => {
                 match self.ended.get(&room) {
                     // It ended before its leg came, which hears of it once.
-                    Some((_, false)) => return Ok(()),
-                    Some((outcome, true)) => {
+                    Some(past) if !past.told => return Ok(()),
+                    Some(Past { outcome, .. }) => {
                         return Err(Error::new(ErrorKind::RoomEnded, "the room has ended")
                             .with("room", room)
                             .with("outcome", describe(outcome)));
@@ -647,14 +663,18 @@ impl<Q> Prefill<Q> {
     fn claimed(&mut self, now: Time, room: RoomId) {
         self.out.push_back(Output::Attached { room });
         if !self.rooms.contains_key(&room)
-            && let Some((outcome, _)) = self.ended.get(&room).cloned()
+            && let Some(past) = self.ended.get(&room).cloned()
         {
-            self.ended.insert(room, (outcome.clone(), true));
+            let outcome = past.outcome.clone();
+            self.ended.insert(room, Past { told: true, ..past });
             self.out.push_back(Output::Released { room, proof: None });
             self.out.push_back(Output::Ended { room, outcome });
             return;
         }
-        if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
+        if self.rooms.get(&room).is_some_and(|r| r.released) {
+            // The offer has been given up; of this leg nothing was ever posted.
+            self.out.push_back(Output::Released { room, proof: None });
+        } else if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
             let (link, offer, parts) = (h.link, h.offer.clone(), h.grid.parts());
             self.out.push_back(Output::Granted { room, link, offer, parts });
         }
@@ -676,7 +696,7 @@ impl<Q> Prefill<Q> {
         };
         let Some(r) = self.rooms.get_mut(&chunk.room) else {
             return Err(match self.ended.get(&chunk.room) {
-                Some((outcome, _)) => Error::new(ErrorKind::RoomEnded, "the room has ended")
+                Some(Past { outcome, .. }) => Error::new(ErrorKind::RoomEnded, "the room has ended")
                     .with("room", chunk.room)
                     .with("outcome", describe(outcome)),
                 None => Error::new(ErrorKind::NotFound, "no such room").with("room", chunk.room),
@@ -754,7 +774,9 @@ impl<Q> Prefill<Q> {
             PeerMsg::Offer(offer) => {
                 let (room, grant) = (offer.room, offer.grant);
                 match self.offer(now, link, *offer, echo_sent) {
-                    Ok(fresh) => {
+                    // It is repeated, and then counts.
+                    Ok(None) => {}
+                    Ok(Some(fresh)) => {
                         let msg = PeerMsg::OfferAck { room, grant };
                         self.out.push_back(Output::Send { link, msg });
                         if fresh {
@@ -813,14 +835,20 @@ impl<Q> Prefill<Q> {
         (h.link == link && h.offer.grant == grant).then_some(h)
     }
 
-    /// Takes an offer; says whether it is new.
-    fn offer(&mut self, now: Time, link_id: LinkId, offer: Offer, echo_sent: Time) -> Result<bool> {
+    /// Takes an offer; says whether it is new, or nothing if it may be older than its lanes.
+    fn offer(
+        &mut self,
+        now: Time,
+        link_id: LinkId,
+        offer: Offer,
+        echo_sent: Time,
+    ) -> Result<Option<bool>> {
         let room = offer.room;
         let Some(link) = self.links.get_mut(&link_id) else {
             return Err(Error::new(ErrorKind::PeerLost, "the link is not up"));
         };
         let peer = link.peer.identity.clone();
-        if let Some((outcome, _)) = self.ended.get(&room) {
+        if let Some(Past { outcome, .. }) = self.ended.get(&room) {
             return Err(Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
                 .with("room", room)
                 .with("outcome", describe(outcome)));
@@ -841,11 +869,21 @@ impl<Q> Prefill<Q> {
             return Err(Error::new(ErrorKind::Malformed, "an offer needs lanes")
                 .with("found", offer.lanes.len()));
         }
+        let usable = |id: &LaneId| {
+            link.path != DataPath::OneSided
+                || !link.down.contains(id) && link.renewed.get(id).is_none_or(|&at| at < echo_sent)
+        };
+        let lanes: Vec<HeldLane> = offer
+            .lanes
+            .iter()
+            .filter(|(id, _)| usable(id))
+            .map(|&(id, _)| HeldLane { id, in_flight: 0, progress: now })
+            .collect();
         match self.rooms.get(&room) {
             Some(r) => {
                 if let Some(h) = &r.held {
                     if h.link == link_id && h.offer.grant == offer.grant {
-                        return Ok(false);
+                        return Ok(Some(false));
                     }
                     return Err(Error::new(
                         ErrorKind::DuplicateRoom,
@@ -866,6 +904,9 @@ impl<Q> Prefill<Q> {
                 if r.phase != Phase::Running {
                     return Err(Error::new(ErrorKind::RoomEnded, "the room is ending"));
                 }
+                if lanes.is_empty() {
+                    return Ok(None);
+                }
                 let tokens = r.source.as_ref().map_or(offer.span.tokens, |s| s.tokens);
                 if tokens != offer.span.tokens {
                     return Err(Error::new(ErrorKind::InvalidPlan, "prompt lengths differ")
@@ -874,6 +915,7 @@ impl<Q> Prefill<Q> {
                         .hint("both legs must carry the same prompt"));
                 }
             }
+            None if lanes.is_empty() => return Ok(None),
             None => {
                 if self.draining {
                     return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
@@ -893,11 +935,6 @@ impl<Q> Prefill<Q> {
         }
         let path = link.path;
         let lease_until = echo_sent.plus_ms(holder_ms(offer.lease_ms));
-        let lanes = offer
-            .lanes
-            .iter()
-            .map(|&(id, _)| HeldLane { id, in_flight: 0, progress: now })
-            .collect();
         self.by_grant.insert((link_id, offer.grant), room);
         if let Some(r) = self.rooms.get_mut(&room) {
             r.held = Some(Held {
@@ -919,19 +956,22 @@ impl<Q> Prefill<Q> {
                 offer: Arc::new(offer),
             });
         }
-        Ok(true)
+        Ok(Some(true))
     }
 
     /// The decode has decided.
     fn decided(&mut self, now: Time, link: LinkId, room: RoomId, grant: GrantId, outcome: Outcome) {
-        let quiet = PeerMsg::Quiesced { room, grant, clean: true };
+        let quiet = PeerMsg::Quiesced { room, grant, clean: true, heard: true };
         let Some(l) = self.links.get(&link) else { return };
         let Some(r) = self.rooms.get_mut(&room) else {
             // Nothing of it is here, so nothing of it can land. A leg that comes later learns it.
+            // Of a room that is over, what was said stands: an answer may be lost, not improved.
+            let clean = self.ended.get(&room).is_none_or(|past| past.clean);
             if self.ended.get(&room).is_none() {
-                self.ended.insert(room, (outcome, false));
+                self.ended.insert(room, Past { outcome, told: false, clean: true });
             }
-            self.out.push_back(Output::Send { link, msg: quiet });
+            let msg = PeerMsg::Quiesced { room, grant, clean, heard: true };
+            self.out.push_back(Output::Send { link, msg });
             return;
         };
         match &r.held {
@@ -1009,6 +1049,11 @@ impl<Q> Prefill<Q> {
             return;
         }
         let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
+        if now >= h.lease_until {
+            // The timer is due and ends the room; an event that came before it posts nothing.
+            self.rearm(room);
+            return;
+        }
         if h.path == DataPath::Puller {
             self.serve_next(now, room);
             self.rearm(room);
@@ -1174,11 +1219,18 @@ impl<Q> Prefill<Q> {
                 .filter(|(_, s)| **s == PartState::InFlight(lane))
                 .map(|(n, _)| (PartId(n as u32), lane))
                 .collect();
-            if h.lanes.iter().any(|l| l.id == lane) && h.path == DataPath::OneSided {
+            // Where nobody at the receiver looks at writes, a lane is lent with its connection: the
+            // next one may already be another grant's, so this grant must not post on it.
+            if h.path == DataPath::OneSided && h.lanes.iter().any(|l| l.id == lane) {
                 h.tainted = true;
+                h.lanes.retain(|l| l.id != lane);
             }
+            let stranded = h.lanes.is_empty();
             if !lost.is_empty() {
                 self.try_again(now, room, &lost, &why);
+            }
+            if stranded {
+                self.give_up(now, room, why.clone());
             }
             self.pump(now, room);
         }
@@ -1225,7 +1277,7 @@ impl<Q> Prefill<Q> {
             if r.resend.is_none()
                 && let Some(h) = &r.held
             {
-                let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted };
+                let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard: false };
                 r.resend = Some((msg, Backoff::new(now, resend_ms)));
             }
             self.rearm(room);
@@ -1233,8 +1285,10 @@ impl<Q> Prefill<Q> {
     }
 
     fn say_quiet(&mut self, room: RoomId) {
-        if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
-            let msg = PeerMsg::Quiesced { room, grant: h.offer.grant, clean: !h.tainted };
+        let Some(r) = self.rooms.get(&room) else { return };
+        if let Some(h) = &r.held {
+            let (grant, heard) = (h.offer.grant, r.outcome.is_some());
+            let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard };
             self.out.push_back(Output::Send { link: h.link, msg });
         }
     }
@@ -1249,10 +1303,7 @@ impl<Q> Prefill<Q> {
         let to = match &r.held {
             Some(h) => Some((h.link, h.offer.grant)),
             None => r.decode.as_ref().and_then(|d| {
-                self.links
-                    .iter()
-                    .find(|(_, l)| l.peer.identity == *d)
-                    .map(|(&id, _)| (id, GrantId::NONE))
+                newest_link(&self.links, d).map(|id| (id, GrantId::NONE))
             }),
         };
         if let Some((link, grant)) = to {
@@ -1285,19 +1336,23 @@ impl<Q> Prefill<Q> {
             }
         }
         if let Some(outcome) = r.outcome {
-            self.ended.insert(room, (outcome.clone(), r.source.is_some()));
+            let clean = r.held.as_ref().is_none_or(|h| !h.tainted);
+            let told = r.source.is_some();
+            self.ended.insert(room, Past { outcome: outcome.clone(), told, clean });
             self.out.push_back(Output::Ended { room, outcome });
         }
     }
 
     fn link_down(&mut self, now: Time, id: LinkId, why: &Refusal) {
         let Some(link) = self.links.remove(&id) else { return };
-        let waits: Vec<RoomId> = self
+        let mut waits: Vec<RoomId> = self
             .rooms
             .iter()
             .filter(|(_, r)| r.held.is_none() && r.decode.as_ref() == Some(&link.peer.identity))
             .map(|(&room, _)| room)
             .collect();
+        // A run must not depend on the order of a hash map.
+        waits.sort_unstable();
         for room in self.rooms_of(id).into_iter().chain(waits) {
             let Some(r) = self.rooms.get_mut(&room) else { continue };
             r.resend = None;
@@ -1357,7 +1412,7 @@ impl<Q> Prefill<Q> {
             let msg = msg.clone();
             let link = r.held.as_ref().map(|h| h.link).or_else(|| {
                 let decode = r.decode.as_ref()?;
-                self.links.iter().find(|(_, l)| l.peer.identity == *decode).map(|(&id, _)| id)
+                newest_link(&self.links, decode)
             });
             if let Some(link) = link {
                 self.out.push_back(Output::Send { link, msg });
@@ -1432,6 +1487,10 @@ impl<Q> Prefill<Q> {
             _ => {}
         }
     }
+}
+
+fn newest_link(links: &HashMap<LinkId, Link>, decode: &Identity) -> Option<LinkId> {
+    links.iter().filter(|(_, l)| l.peer.identity == *decode).map(|(&id, _)| id).max()
 }
 
 impl Source {

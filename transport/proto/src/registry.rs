@@ -493,12 +493,10 @@ impl Registry {
         self.slot_leases.remove(&(entry.until, slot));
         self.resting.remove(&(entry.until, slot));
         if entry.holder != *from {
-            if self.holders.get(&entry.holder) == Some(&slot) {
-                self.holders.remove(&entry.holder);
-            }
+            self.holders.remove(&entry.holder);
             entry.holder = from.clone();
         }
-        // A router that moved to another slot leaves its old one to its lease.
+        // A router that moved on from a slot without counters leaves that one for good.
         entry.leased = true;
         entry.until = until;
         let range = (self.cfg.random.wrapping_add(entry.ranges_used - 1)) % RANGES_PER_SLOT;
@@ -651,7 +649,7 @@ mod tests {
         seen: &mut BTreeMap<Identity, WorkerView>,
     ) -> (Cursor, Vec<WorkerView>) {
         let reader = key(Role::Router, "reader", 1);
-        loop {
+        for _ in 0..100 {
             let answer = ask(r, at_ms, &reader, Ask::List { after }).unwrap();
             let Answer::Workers { next, reset, workers, more } = answer else { panic!() };
             assert!(workers.len() <= limits::LIST_MAX);
@@ -666,6 +664,7 @@ mod tests {
                 return (after, seen.values().cloned().collect());
             }
         }
+        panic!("the listing never ends");
     }
 
     #[test]
@@ -827,6 +826,47 @@ mod tests {
         register(&mut restarted, 1, &key(Role::Decode, "d3", 1)).unwrap();
         follow(&mut restarted, 1, cursor, &mut seen);
         assert_eq!(seen.len(), 1);
+    }
+
+    #[test]
+    fn a_listing_that_began_after_a_worker_was_forgotten_comes_to_its_end() {
+        let mut r = Registry::new(RegistryConfig { worker_lease_ms: 1 << 40, ..config() });
+        for i in 0..150 {
+            register(&mut r, 0, &key(Role::Decode, &format!("d{i}"), 1)).unwrap();
+        }
+        ask(&mut r, 1, &key(Role::Decode, "d7", 1), Ask::Deregister).unwrap();
+        let at = 1 + limits::WORKER_KEEP_MS;
+        r.handle_timeout(ms(at));
+        assert_eq!(all(&mut r, at).len(), 149);
+    }
+
+    #[test]
+    fn a_slot_without_counters_is_left_for_another() {
+        let mut r = Registry::new(RegistryConfig { slots: 2, ..config() });
+        let a = key(Role::Router, "a", 1);
+        let lease = |r: &mut Registry, renew, more_counters| match ask(
+            r,
+            0,
+            &a,
+            Ask::IssuerSlot { renew, more_counters },
+        ) {
+            Ok(Answer::Slot { slot, .. }) => Ok(slot),
+            Ok(other) => panic!("{other:?}"),
+            Err(e) => Err(e.kind),
+        };
+        let first = lease(&mut r, None, false).unwrap();
+        r.slots.get_mut(&first).unwrap().ranges_used = RANGES_PER_SLOT;
+        assert_eq!(lease(&mut r, Some(first), false), Ok(first));
+        let second = lease(&mut r, Some(first), true).unwrap();
+        assert_ne!(second, first);
+        assert_eq!(lease(&mut r, Some(first), false), Err(ErrorKind::NotFound));
+        r.slots.get_mut(&second).unwrap().ranges_used = RANGES_PER_SLOT;
+        assert_eq!(lease(&mut r, Some(second), true), Err(ErrorKind::Busy));
+        // Not even when both have rested.
+        let later = 10 * (limits::ISSUER_LEASE_MS + limits::ISSUER_QUARANTINE_MS);
+        let b = key(Role::Router, "b", 1);
+        let fresh = Ask::IssuerSlot { renew: None, more_counters: false };
+        assert_eq!(ask(&mut r, later, &b, fresh).unwrap_err().kind, ErrorKind::Busy);
     }
 
     #[test]

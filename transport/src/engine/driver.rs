@@ -52,7 +52,7 @@ struct Shared {
 }
 
 /// Speaks to an engine's thread. Cloned freely; the thread ends with [`EngineHandle::stop`] or with
-/// the last clone.
+/// the last clone (so a callback that keeps one must be ended by `stop`).
 #[derive(Clone)]
 pub struct EngineHandle {
     orders: SyncSender<Order>,

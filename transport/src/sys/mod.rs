@@ -9,3 +9,8 @@ pub mod clock;
 pub mod mem;
 pub mod net;
 pub mod wait;
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!(
+    "kvlane needs 64-bit Linux: addresses are u64, and memfd, eventfd and poll are used"
+);

@@ -255,6 +255,9 @@ fn check_blocks(blocks: &BlockList) -> Result<()> {
 
 fn check_offer(offer: &Offer) -> Result<()> {
     check_numbers(offer.room, Some(offer.grant))?;
+    if let Some(issuer) = &offer.issuer {
+        issuer.check()?;
+    }
     check_blocks(&offer.blocks)?;
     check_ms("lease_ms", offer.lease_ms)?;
     if offer.lanes.len() > usize::from(limits::LANES_PER_LINK_MAX) {

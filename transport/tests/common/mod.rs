@@ -5,7 +5,8 @@ use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame, Reserve};
 use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, Offer, Outcome, PeerFrame, PeerMsg, Serve};
 use kvlane_proto::msg::service::{
-    Answer, Ask, Load, Registration, ServiceRequest, ServiceResponse, WorkerAddress, WorkerView,
+    Answer, Ask, Cursor, Load, Registration, ServiceRequest, ServiceResponse, WorkerAddress,
+    WorkerView,
 };
 use kvlane_proto::msg::{Greeting, Hello, Purpose, Welcome};
 use kvlane_proto::{
@@ -151,6 +152,7 @@ fn peers() -> Vec<PeerMsg> {
         PeerMsg::Offer(Box::new(Offer {
             room,
             grant,
+            issuer: Some(identity(Role::Router)),
             span: Span { tokens: 40, prefix_tokens: 4 },
             blocks: BlockList::Runs(vec![Run { first: 5, count: 9, stride: 1 }]),
             lanes: vec![(lane, 6)],
@@ -171,7 +173,7 @@ fn peers() -> Vec<PeerMsg> {
         })),
         PeerMsg::ServeAck { room, grant, serve: 1 },
         PeerMsg::Abort { room, grant: GrantId::NONE, why: refusal() },
-        PeerMsg::Quiesced { room, grant, clean: true },
+        PeerMsg::Quiesced { room, grant, clean: true, heard: false },
     ];
     all.extend(outcomes().into_iter().map(|outcome| PeerMsg::Ended { room, grant, outcome }));
     all
@@ -210,8 +212,8 @@ fn asks() -> Vec<Ask> {
         Ask::Register(Box::new(registration())),
         Ask::Renew(load()),
         Ask::Deregister,
-        Ask::List { since_revision: 5, after: Some(identity(Role::Decode)) },
-        Ask::IssuerSlot { renew: Some(8) },
+        Ask::List { after: Cursor { log: 6, revision: 5, began: 4 } },
+        Ask::IssuerSlot { renew: Some(8), more_counters: true },
     ]
 }
 
@@ -220,22 +222,26 @@ fn answers() -> Vec<Answer> {
     vec![
         Answer::Registered {
             lease_ms: 5000,
+            epoch: 2,
             fits: vec![identity(Role::Decode)],
             differs: vec![(identity(Role::Decode), layout().differences(&other))],
+            left_off: 1,
         },
         Answer::Renewed { lease_ms: 5000 },
         Answer::Deregistered,
         Answer::Workers {
-            revision: 9,
+            next: Cursor { log: 6, revision: 9, began: 4 },
+            reset: true,
             workers: vec![WorkerView {
                 registration: registration(),
                 load: load(),
                 alive: true,
+                suspected: false,
                 epoch: 2,
             }],
             more: false,
         },
-        Answer::Slot { slot: 3, first_counter: 4, lease_ms: 60_000 },
+        Answer::Slot { slot: 3, first_counter: 4, counters: 5, lease_ms: 60_000 },
     ]
 }
 

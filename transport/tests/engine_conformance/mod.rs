@@ -137,10 +137,10 @@ impl Pair {
     pub fn now(&self) -> Time {
         now().plus_ms(self.skip_ms)
     }
-    pub fn to_tx(&mut self, command: Command) {
+    pub fn tell_tx(&mut self, command: Command) {
         self.tx.command(self.now(), command);
     }
-    pub fn to_rx(&mut self, command: Command) {
+    pub fn tell_rx(&mut self, command: Command) {
         self.rx.command(self.now(), command);
     }
     pub fn poll_tx(&mut self) -> bool {
@@ -179,16 +179,16 @@ impl Pair {
             lanes,
             receiver,
         };
-        self.to_tx(listen(false));
-        self.to_rx(listen(true));
+        self.tell_tx(listen(false));
+        self.tell_rx(listen(true));
         self.until("blobs", |p| !p.from_tx.is_empty() && !p.from_rx.is_empty());
         let blob = |events: &mut Vec<EngineEvent>| match events.remove(0) {
             EngineEvent::Local { blob, .. } => blob.unwrap(),
             other => panic!("{other:?}"),
         };
         let (of_tx, of_rx) = (blob(&mut self.from_tx), blob(&mut self.from_rx));
-        self.to_tx(Command::Connect { link: LINK, remote: of_rx, map: None });
-        self.to_rx(Command::Connect { link: LINK, remote: of_tx, map: None });
+        self.tell_tx(Command::Connect { link: LINK, remote: of_rx, map: None });
+        self.tell_rx(Command::Connect { link: LINK, remote: of_tx, map: None });
         self.until("lanes", |p| {
             let up = |events: &[EngineEvent]| {
                 events.iter().filter(|e| matches!(e, EngineEvent::LaneUp { .. })).count()
@@ -202,7 +202,7 @@ impl Pair {
         self.from_rx.clear();
     }
     pub fn open(&mut self, grant: u64, lanes: u16, plan: &Arc<Plan>) {
-        self.to_rx(Command::Open(OpenGrant {
+        self.tell_rx(Command::Open(OpenGrant {
             link: LINK,
             grant: GrantId(grant),
             lanes: (0..lanes).map(LaneId).collect(),
@@ -211,7 +211,7 @@ impl Pair {
     }
     pub fn post(&mut self, grant: u64, part: u32, lane: u16, plan: &Plan) {
         let pages = plan.pages(PartId(part)).unwrap();
-        self.to_tx(Command::Post(Post {
+        self.tell_tx(Command::Post(Post {
             link: LINK,
             grant: GrantId(grant),
             part: PartId(part),
@@ -258,7 +258,7 @@ impl Pair {
         assert_eq!(arrived, (0..parts).collect::<Vec<_>>(), "each part arrives once");
     }
     pub fn fence(&mut self, grant: u64, how: FenceHow) {
-        self.to_rx(Command::Fence { grant: GrantId(grant), how });
+        self.tell_rx(Command::Fence { grant: GrantId(grant), how });
         self.until("proof", |p| {
             p.from_rx.iter().any(
                 |e| matches!(e, EngineEvent::Fenced(f) if f.grant().0 == grant && f.how() == how),
@@ -385,7 +385,7 @@ fn foreign_numbers_change_nothing(make: Make<'_>) {
     // A grant of lane 0 only.
     p.open(8, 1, &four);
     // One of another link.
-    p.to_rx(Command::Open(OpenGrant {
+    p.tell_rx(Command::Open(OpenGrant {
         link: LinkId(99),
         grant: GrantId(9),
         lanes: vec![LaneId(0), LaneId(1)],
@@ -447,7 +447,7 @@ fn nothing_lands_after_the_proof(make: Make<'_>) {
             n == 1
         });
         assert_eq!(dst.read(addresses(&to)[15] + (1 << 20) - 1, 1), [CANARY], "half-way");
-        p.to_rx(Command::Fence { grant: GrantId(7), how });
+        p.tell_rx(Command::Fence { grant: GrantId(7), how });
         // Only the receiver moves until the proof: it needs nobody else.
         let started = Instant::now();
         while !p.from_rx.iter().any(|e| matches!(e, EngineEvent::Fenced(_))) {
@@ -482,7 +482,7 @@ fn a_quiet_grant_quiesces(make: Make<'_>) {
         p.post(7, part, 0, &from);
     }
     for (link, grant) in [(LINK, 7), (LINK, 12345), (LinkId(55), 7)] {
-        p.to_tx(Command::Quiesce { link, grant: GrantId(grant) });
+        p.tell_tx(Command::Quiesce { link, grant: GrantId(grant) });
     }
     p.until("quiesced", |p| {
         p.from_tx.iter().filter(|e| matches!(e, EngineEvent::Quiesced(_))).count() == 3

@@ -86,6 +86,9 @@ pub enum PeerMsg {
         /// Nothing posted can land any more. False if a lane was lost with writes in flight: only
         /// the decode can make sure of those.
         clean: bool,
+        /// The sender knows how the room ended. False asks for it; true is the last word, which
+        /// is never answered, so that two sides cannot go on answering each other.
+        heard: bool,
     },
     /// Decode → prefill: how the room ended. Repeated until `Quiesced`.
     Ended {

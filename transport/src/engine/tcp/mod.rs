@@ -3,7 +3,7 @@
 //! Owns: one listener, the connections (lanes) of each link, the open grants and their pens. In:
 //! [`Command`]s, and bytes from lanes. Out: [`EngineEvent`]s. Invariants: a byte lands only in a
 //! page of the part that its frame names, under a grant that is open on that link and lane, while
-//! the grant's pen is held ([`pen`]); a fence is taking the pen, so it needs nobody's consent; one
+//! the grant's pen is held ([`RevokeHandle`]); a fence is taking the pen, so it needs nobody's consent; one
 //! bad connection costs itself only.
 //!
 //! The receiver listens and hands out a random token per link over the control plane; the sender

@@ -86,21 +86,33 @@ impl Inbound {
     }
     /// One turn; says whether anything moved, or why the lane is over.
     pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
-        let mut moved = false;
+        let (mut moved, mut over) = (false, None);
         for _ in 0..CALLS_PER_TURN {
-            if self.acks.len() >= ACK_BACKLOG_BYTES || !self.step(turn)? {
+            if self.acks.len() >= ACK_BACKLOG_BYTES {
                 break;
             }
-            moved = true;
+            match self.step(turn) {
+                Ok(true) => moved = true,
+                Ok(false) => break,
+                Err(why) => {
+                    over = Some(why);
+                    break;
+                }
+            }
         }
-        if !self.acks.is_empty()
-            && let Io::Some(n) = sort(net::send(&self.stream, &self.acks))?
-        {
-            self.acks.drain(..n);
-            moved = true;
+        // Also when the lane is over: what has landed need not be sent again.
+        if !self.acks.is_empty() {
+            match sort(net::send(&self.stream, &self.acks)) {
+                Ok(Io::Some(n)) => {
+                    self.acks.drain(..n);
+                    moved = true;
+                }
+                Ok(Io::Later) => {}
+                Err(why) => over = over.or(Some(why)),
+            }
         }
         self.quiet = if moved { 0 } else { self.quiet.saturating_add(1) };
-        Ok(moved)
+        over.map_or(Ok(moved), Err)
     }
 
     /// One receive; says whether there may be more.

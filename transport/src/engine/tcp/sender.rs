@@ -286,10 +286,11 @@ impl Outbound {
         }
     }
 
-    /// The address of this attempt; the list is never empty.
+    /// The address of this attempt: the best one twice, then one after the other. The list is never
+    /// empty.
     fn address(&self) -> SocketAddr {
-        let n = self.remote.addresses.len().max(1);
-        self.remote.addresses[self.attempt as usize % n]
+        let attempt = self.attempt.saturating_sub(1) as usize;
+        self.remote.addresses[attempt % self.remote.addresses.len()]
     }
     fn nonsense(&self, found: &[u8]) -> Refusal {
         Error::new(ErrorKind::Malformed, "the receiver answered something else than an ack")

@@ -342,7 +342,7 @@ mod tests {
             grant: u64, part: u32, bytes: u32, crc: Option<u32>, status in 0usize..6,
         ) {
             let addresses: Vec<SocketAddr> = v4.into_iter().take(ADDRESSES_MAX)
-                .map(|(ip, port)| SocketAddr::new(Ipv4Addr::from(ip % (224 << 24) | 1).into(), port | 1))
+                .map(|(ip, port)| SocketAddr::new(Ipv4Addr::from((ip % (224 << 24)) | 1).into(), port | 1))
                 .collect();
             let blob = Blob { lanes, token, addresses };
             prop_assert_eq!(Blob::decode(&blob.encode()).unwrap(), blob);
