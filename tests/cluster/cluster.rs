@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvlane_coordinator::{Coordinator, CoordinatorConfig, HandoffOutcome, PairRequest};
+use kvlane_proto::msg::call::{self, Call};
 use kvlane_proto::msg::service::Load;
-use kvlane_proto::{Identity, Role};
-use kvlane_transport::quic::Security;
+use kvlane_proto::{Error, Identity, Incarnation, Role, WorkerKey};
+use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
+use kvlane_transport::rpc::{CallExchange, Client, Failure, Target};
 use kvlane_transport::service_client::random;
 
 use super::legs::{Reply, Request, leg};
@@ -97,7 +99,13 @@ impl Cluster {
     pub(crate) fn spawn_worker(&self, role: Role, name: &str, extra: &[&str]) -> Worker {
         let key = self.dir().join(format!("{name}.key")).display().to_string();
         let mut flags = args(&[
-            "worker", "--role", role.as_str(), "--service", &self.service, "--reset-key", &key,
+            "worker",
+            "--role",
+            role.as_str(),
+            "--service",
+            &self.service,
+            "--reset-key",
+            &key,
         ]);
         flags.extend(args(&["--model", "tiny", "--pool-mib", "8"]));
         flags.extend(security(&self.trust, self.dir(), role, name));
@@ -108,8 +116,8 @@ impl Cluster {
         let dir = self.dir().to_path_buf();
         let first = [flags.clone(), args(extra)].concat();
         let process = Process::spawn(&dir, name, &first);
-        let (quic, serving, incarnation) = Default::default();
-        Worker { process, identity, quic, serving, incarnation, dir, flags }
+        let (quic, serving, incarnation, blocks) = Default::default();
+        Worker { process, identity, quic, serving, incarnation, blocks, dir, flags }
     }
 
     /// A router in this process.
@@ -150,6 +158,7 @@ pub(crate) struct Worker {
     pub(crate) quic: String,
     pub(crate) serving: String,
     pub(crate) incarnation: String,
+    pub(crate) blocks: u32,
     dir: PathBuf,
     flags: Vec<String>,
 }
@@ -162,6 +171,12 @@ impl Worker {
         assert_eq!(text("identity"), self.identity.to_string());
         (self.quic, self.serving) = (text("quic"), text("serving"));
         self.incarnation = text("incarnation");
+        self.blocks = ready["blocks"].as_u64().unwrap() as u32;
+    }
+
+    /// Tokens that fill its pool.
+    pub(crate) fn pool_tokens(&self) -> u32 {
+        self.blocks * PAGE_TOKENS
     }
 
     /// Starts it again at the same ports, without waiting.
@@ -184,6 +199,32 @@ impl Worker {
 pub(crate) struct Router {
     pub(crate) coordinator: Coordinator,
     pub(crate) identity: String,
+}
+
+/// Somebody who calls workers without the coordinator's manners; a cluster without certificates only.
+pub(crate) struct Caller(Endpoint);
+
+impl Caller {
+    pub(crate) fn new(role: Role, name: &str) -> Self {
+        let identity = Identity::new("default", role, name, 0).unwrap();
+        let me = WorkerKey { identity, incarnation: Incarnation([7; 16]) };
+        let listen = ([127, 0, 0, 1], 0).into();
+        Self(Endpoint::bind(EndpointConfig::new(listen, Security::Insecure, me)).unwrap())
+    }
+    /// Asks a worker; the error is its refusal.
+    pub(crate) async fn ask(&self, worker: &Worker, call: Call) -> Result<call::Reply, Error> {
+        let target = Target {
+            address: worker.quic.clone(),
+            expects: Some(worker.identity.clone()),
+            incarnation: None,
+            role: worker.identity.role,
+        };
+        let client = Client::<CallExchange>::new(self.0.clone(), target);
+        client.ask(call, CAP).await.map_err(|failure| match failure {
+            Failure::Refused(e) => e,
+            other => panic!("no answer: {other}"),
+        })
+    }
 }
 
 /// Both legs' replies and the decode's word to the router.
@@ -237,11 +278,8 @@ impl Router {
 
     /// Sends both legs and waits for both ends.
     pub(crate) async fn run(&self, prefill: &Worker, decode: &Worker, r: &Request) -> Ended {
-        let (to_prefill, to_decode) = (r.prefill_leg(), r.decode_leg());
-        let (p, d) = tokio::join!(
-            leg(&prefill.serving, &to_prefill),
-            leg(&decode.serving, &to_decode),
-        );
+        let (p, d) =
+            tokio::join!(leg(&prefill.serving, r.prefill_leg()), leg(&decode.serving, r.decode_leg()));
         let outcome = self.coordinator.await_outcome(kvlane_proto::RoomId(r.room), CAP).await;
         Ended { prefill: p, decode: d, outcome }
     }
@@ -250,7 +288,17 @@ impl Router {
     pub(crate) async fn hand_off(&self, prefill: &Worker, decode: &Worker, tokens: u32) {
         let request = self.reserve(prefill, decode, tokens).await;
         let ended = self.run(prefill, decode, &request).await;
-        let pages = u64::from(tokens.div_ceil(PAGE_TOKENS)) * PAGES_PER_BLOCK;
+        let layout = self
+            .coordinator
+            .snapshot()
+            .worker(&decode.identity)
+            .unwrap()
+            .view
+            .registration
+            .layout
+            .clone();
+        let pages =
+            u64::from(layout.blocks_for(tokens)) * u64::from(layout.layers * layout.kind.slabs());
         ended.decode.as_ref().unwrap_or_else(|| panic!("{ended:?}")).assert_done(pages);
         ended.prefill.as_ref().unwrap_or_else(|| panic!("{ended:?}")).assert_done(0);
         assert!(matches!(ended.outcome, HandoffOutcome::Done { .. }), "{ended:?}");
@@ -260,9 +308,10 @@ impl Router {
     /// succeed (twice: the second sees the first's stamps), so do as many at a time as there are
     /// lanes, and both report nothing in use.
     pub(crate) async fn assert_clean(&self, prefill: &Worker, decode: &Worker) {
-        self.hand_off(prefill, decode, POOL_TOKENS).await;
-        self.hand_off(prefill, decode, POOL_TOKENS).await;
-        let few = POOL_TOKENS / 8;
+        let all = decode.pool_tokens();
+        self.hand_off(prefill, decode, all).await;
+        self.hand_off(prefill, decode, all).await;
+        let few = all / 8;
         tokio::join!(
             self.hand_off(prefill, decode, few),
             self.hand_off(prefill, decode, few),

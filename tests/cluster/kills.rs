@@ -62,12 +62,12 @@ async fn kill_at(
         }
     };
     let (p, d, ()) = tokio::join!(
-        leg(&prefill_serving, &to_prefill),
+        leg(&prefill_serving, to_prefill),
         // A decode that is to die before its leg comes, gets none.
         async {
             match phase {
                 "reserved" => None,
-                _ => leg(&decode_serving, &to_decode).await,
+                _ => leg(&decode_serving, to_decode).await,
             }
         },
         kill,

@@ -85,7 +85,7 @@ impl Request {
 pub(crate) struct Leg(BufReader<TcpStream>);
 
 impl Leg {
-    pub(crate) async fn send(serving: &str, leg: &Value) -> std::io::Result<Self> {
+    pub(crate) async fn send(serving: &str, leg: Value) -> std::io::Result<Self> {
         let mut stream = TcpStream::connect(serving).await?;
         stream.write_all(format!("{leg}\n").as_bytes()).await?;
         Ok(Self(BufReader::new(stream)))
@@ -102,6 +102,6 @@ impl Leg {
 }
 
 /// Sends a leg and waits for its end; `None` if the stand-in is dead or dies.
-pub(crate) async fn leg(serving: &str, leg: &Value) -> Option<Reply> {
+pub(crate) async fn leg(serving: &str, leg: Value) -> Option<Reply> {
     Leg::send(serving, leg).await.ok()?.reply().await
 }

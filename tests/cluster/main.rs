@@ -13,5 +13,8 @@ mod cluster;
 mod legs;
 mod process;
 
+mod certificates;
+mod ends;
 mod kills;
 mod rooms;
+mod routers;

@@ -46,10 +46,10 @@ impl Pair {
         }
     }
     async fn send_prefill(&self, r: &Request) -> Leg {
-        Leg::send(&self.prefill.serving, &r.prefill_leg()).await.unwrap()
+        Leg::send(&self.prefill.serving, r.prefill_leg()).await.unwrap()
     }
     async fn send_decode(&self, r: &Request) -> Leg {
-        Leg::send(&self.decode.serving, &r.decode_leg()).await.unwrap()
+        Leg::send(&self.decode.serving, r.decode_leg()).await.unwrap()
     }
     async fn run_done(&self, r: &Request) {
         let p = self.send_prefill(r).await;
@@ -90,7 +90,7 @@ async fn room_numbers_have_63_bits_on_every_way() {
             (&pair.decode.serving, pair.free(1).decode_leg()),
         ] {
             sent["room"] = room.clone();
-            leg(serving, &sent).await.unwrap().assert_failed(&[ErrorKind::Malformed]);
+            leg(serving, sent).await.unwrap().assert_failed(&[ErrorKind::Malformed]);
         }
     }
     pair.router.assert_clean(&pair.prefill, &pair.decode).await;

@@ -16,9 +16,7 @@ use std::sync::Arc;
 
 use kvlane_proto::grants::FenceHow;
 use kvlane_proto::msg::peer::{DataPath, Serve};
-use kvlane_proto::{
-    ErrorKind, GrantId, LaneId, LinkId, PartId, PartPages, Plan, Refusal, RoomId,
-};
+use kvlane_proto::{ErrorKind, GrantId, LaneId, LinkId, PartId, PartPages, Plan, Refusal, RoomId};
 
 use crate::coverage::C;
 use crate::invariants::Inv;
@@ -563,9 +561,11 @@ impl World {
         self.d[d].fences -= 1;
         if let Some(open) = self.d[d].open.remove(&grant) {
             self.d[d].grants.close(grant);
-            if self.d[d].pulls.remove(&grant).is_some_and(|jobs| {
-                jobs.first().is_some_and(|j| j.step > 0)
-            }) {
+            if self.d[d]
+                .pulls
+                .remove(&grant)
+                .is_some_and(|jobs| jobs.first().is_some_and(|j| j.step > 0))
+            {
                 self.cov.hit(C::StoppedMidCopy, 2);
             }
             let one_sided = self.sessions[open.sid].path == DataPath::OneSided;

@@ -132,8 +132,7 @@ impl World {
 
     pub(crate) fn engine_is_ready(&mut self, sid: usize, side: usize) {
         let s = &self.sessions[sid];
-        let map = (s.path == DataPath::Puller)
-            .then(|| (*self.pools[s.pools[side]].map).clone());
+        let map = (s.path == DataPath::Puller).then(|| (*self.pools[s.pools[side]].map).clone());
         let name = ["tcp", "verbs", "shm"][s.kind()].to_string();
         let choice = EngineChoice { name, path: s.path, blob: vec![side as u8], map };
         self.link_event(sid, side, link::Event::Local(vec![choice]));

@@ -26,7 +26,13 @@ pub(crate) enum Block {
     /// Held by the serving engine for a room, not lent yet.
     Held(RoomId),
     /// Lent to kvlane: what it will hold, or what it holds.
-    Lent { room: RoomId, grant: GrantId, seq: u32, prompt_block: u32, fill: u32 },
+    Lent {
+        room: RoomId,
+        grant: GrantId,
+        seq: u32,
+        prompt_block: u32,
+        fill: u32,
+    },
     Withheld,
 }
 

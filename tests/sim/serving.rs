@@ -621,8 +621,8 @@ impl World {
         }
         let load = m.load();
         let total: usize = self.d[d].lanes.values().sum();
-        let over = load.queued as usize > self.prof.queue_max
-            || load.rooms as usize > self.prof.rooms_max;
+        let over =
+            load.queued as usize > self.prof.queue_max || load.rooms as usize > self.prof.rooms_max;
         if let Some(t) = twice {
             self.fails(Inv::LaneLentOnce, || format!("decode {d}: {t:?} is lent twice"));
         } else if load.free_lanes as usize > total {
@@ -683,8 +683,7 @@ impl World {
         let slack_ms = 300 + 3 * self.prof.fence_ms + (stood - r.stood_ns) / 1_000_000;
         let took_ms = (now - r.since) / 1_000_000;
         let late = took_ms > r.deadline_ms + r.deadline_ms / 50 + slack_ms;
-        let (blocks, parts, sid, span) =
-            (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span);
+        let (blocks, parts, sid, span) = (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span);
         if late || outcome.why().is_some_and(|w| w.text.is_empty()) {
             self.fails(Inv::EndsOnce, || format!("room {room} took {took_ms} ms: {outcome:?}"));
         }
@@ -978,7 +977,8 @@ impl World {
         let (released, withheld) = (r.released, r.withheld);
         let took_ms = (now - r.since) / 1_000_000;
         // Its own deadline, and as long again for the decode's word.
-        let most = 2 * (deadline_ms + deadline_ms / 50) + slack_ms + (stood - r.stood_ns) / 1_000_000;
+        let most =
+            2 * (deadline_ms + deadline_ms / 50) + slack_ms + (stood - r.stood_ns) / 1_000_000;
         if took_ms > most {
             self.fails(Inv::EndsOnce, || format!("prefill: {room} took {took_ms} ms"));
         }
@@ -1056,7 +1056,12 @@ impl World {
             self.fails(Inv::LeaseHeld, || format!("prefill {p} posts for {grant} after quiesce"));
         }
         let kind = self.sessions[sid].kind();
-        let chunks: u32 = self.p[p].rooms.values().filter(|r| r.granted == Some(sid)).map(|r| r.next as u32).sum();
+        let chunks: u32 = self.p[p]
+            .rooms
+            .values()
+            .filter(|r| r.granted == Some(sid))
+            .map(|r| r.next as u32)
+            .sum();
         match self.p[p].posted.insert((sid, grant, part), (lane, chunks)) {
             Some((before, then)) => {
                 if before != lane {
@@ -1077,4 +1082,3 @@ impl World {
         self.decode(d, ev);
     }
 }
-

@@ -523,7 +523,7 @@ impl World {
         match ev {
             Ev::Timer { node, id } if id == self.hosts[node].timer => self.timer(node),
             // Another was set since.
-            Ev::Timer { .. } => {},
+            Ev::Timer { .. } => {}
             Ev::Boot { node } => self.boot(node),
             Ev::Fault(f) => self.fault(f),
             Ev::Spawn => self.spawn(),
