@@ -124,7 +124,8 @@ impl PrefillHandle {
     }
     /// Ends the worker. Rooms that still run are lost: drain first.
     pub async fn stop(&self) -> WorkerEnd {
-        let why = Refusal::new(ErrorKind::Draining, "the prefill worker stops");
+        let why =
+            Refusal::new(ErrorKind::Draining, "the prefill worker stops").blamed(Blame::Prefill);
         let _ = ask(&self.actor, &self.room, Stop(why)).await;
         self.about.ended().await
     }

@@ -401,7 +401,7 @@ impl Coordinator {
             {
                 match shared.try_pair(request, (key, due), (prefill, decode), request.wait).await {
                     Ok(handoff) => return Ok(handoff),
-                    Err(e) => candidates.refuse(e.kind(), format!("{}: {e}", decode.key())),
+                    Err(e) => candidates.refuse_again(decode.key(), &e),
                 }
             }
             if stale && !refreshed {

@@ -204,6 +204,12 @@ impl Candidates {
     pub(crate) fn refuse(&mut self, kind: ErrorKind, why: String) {
         self.refused.push((kind, why));
     }
+    /// Notes why a decode worker that was asked again is out, instead of what it said before.
+    pub(crate) fn refuse_again(&mut self, decode: &WorkerKey, e: &Error) {
+        let before = format!("{decode}: ");
+        self.refused.retain(|(_, why)| !why.starts_with(&before));
+        self.refuse(e.kind(), format!("{before}{e}"));
+    }
     /// The error of a request that nobody took: names each one considered.
     pub(crate) fn into_error(self, what: &'static str) -> Error {
         const SHOWN: usize = 16;

@@ -176,22 +176,32 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     say_ready(serde_json::json!({
         "ready": role.as_str(),
         "identity": identity.to_string(),
+        "incarnation": worker.address().key.incarnation.to_string(),
         "quic": worker.address().address,
         "serving": server.address(),
         "blocks": blocks,
     }));
-    let serve = server.run(worker.clone(), model);
+    // Also while it drains: rooms that have begun still get their other leg.
+    let serve = server.run(&worker, &model);
+    tokio::pin!(serve);
     tokio::select! {
-        () = serve => {}
+        () = &mut serve => {}
         end = worker.ended() => {
             tracing::error!(?end, "the worker has ended by itself");
             return Ok(ExitCode::FAILURE);
         }
-        end = args.end.wait() => {
-            end?;
-            worker.drain().await?;
-            let idle = worker.idle();
-            if tokio::time::timeout(Duration::from_secs(args.drain_s), idle).await.is_err() {
+        end = args.end.wait() => end?,
+    }
+    worker.drain().await?;
+    tracing::info!(rooms = worker.load().rooms, "draining");
+    let idle = async {
+        worker.idle().await;
+        server.idle().await;
+    };
+    tokio::select! {
+        () = &mut serve => {}
+        idle = tokio::time::timeout(Duration::from_secs(args.drain_s), idle) => {
+            if idle.is_err() {
                 tracing::warn!(rooms = worker.load().rooms, "rooms still run; ending all the same");
             }
         }

@@ -76,7 +76,12 @@ pub(super) async fn run(
         }
     }
     ending.into_blocks().await?;
-    model.blocks.give_back(&model.pool, taken)
+    model.blocks.give_back(&model.pool, taken)?;
+    #[cfg(feature = "fault-injection")]
+    if kvlane_actors::faults::reached("given-back") {
+        std::future::pending::<()>().await;
+    }
+    Ok(())
 }
 
 /// Pages that are right, pages that are not, and what is wrong with the first of those.

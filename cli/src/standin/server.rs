@@ -7,7 +7,7 @@ use std::time::Duration;
 use kvlane_proto::{Error, ErrorKind, Result};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 use super::legs::{LegReply, LegRequest, read_line};
 use super::{Model, Worker, decode, prefill};
@@ -21,6 +21,8 @@ const LINE: Duration = Duration::from_secs(10);
 pub(crate) struct Server {
     listener: TcpListener,
     address: SocketAddr,
+    /// Legs that were read and have no answer yet.
+    legs: watch::Sender<usize>,
 }
 
 impl Server {
@@ -33,13 +35,18 @@ impl Server {
         };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        Ok(Self { listener, address })
+        Ok(Self { listener, address, legs: watch::Sender::new(0) })
     }
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
+    /// Waits until every leg has its answer.
+    pub(crate) async fn idle(&self) {
+        // The sender is here.
+        let _ = self.legs.subscribe().wait_for(|&legs| legs == 0).await;
+    }
     /// Serves for ever.
-    pub(crate) async fn run(self, worker: Worker, model: Model) {
+    pub(crate) async fn run(&self, worker: &Worker, model: &Model) {
         let room = Arc::new(Semaphore::new(LEGS_MAX));
         loop {
             let stream = match self.listener.accept().await {
@@ -54,9 +61,9 @@ impl Server {
                 tracing::warn!(limit = LEGS_MAX, "too many legs at a time; one is refused");
                 continue;
             };
-            let (worker, model) = (worker.clone(), model.clone());
+            let (worker, model, legs) = (worker.clone(), model.clone(), self.legs.clone());
             tokio::spawn(async move {
-                if let Err(e) = leg(stream, &worker, &model).await {
+                if let Err(e) = leg(stream, &worker, &model, &legs).await {
                     tracing::warn!(error = %e, "leg has failed");
                 }
                 drop(permit);
@@ -65,17 +72,39 @@ impl Server {
     }
 }
 
-async fn leg(stream: TcpStream, worker: &Worker, model: &Model) -> Result<()> {
+/// Counts a leg while it lives.
+struct Counted<'a>(&'a watch::Sender<usize>);
+
+impl<'a> Counted<'a> {
+    fn new(legs: &'a watch::Sender<usize>) -> Self {
+        legs.send_modify(|n| *n += 1);
+        Self(legs)
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|n| *n -= 1);
+    }
+}
+
+async fn leg(
+    stream: TcpStream,
+    worker: &Worker,
+    model: &Model,
+    legs: &watch::Sender<usize>,
+) -> Result<()> {
     let mut stream = BufReader::new(stream);
     let line = tokio::time::timeout(LINE, read_line(&mut stream)).await.map_err(|_| {
         Error::new(ErrorKind::DeadlineExceeded, "no request came").with("limit_s", LINE.as_secs())
     })??;
     let Some(line) = line else { return Ok(()) };
+    let _counted = Counted::new(legs);
     let reply = match serde_json::from_slice::<LegRequest>(&line) {
         Ok(request) => {
             // Whoever hangs up has given the request up.
             let mut byte = [0; 1];
-            let (gone, hears) = tokio::sync::watch::channel(false);
+            let (gone, hears) = watch::channel(false);
             let work = async { handle(request, worker, model, hears).await };
             tokio::pin!(work);
             loop {
@@ -107,7 +136,7 @@ async fn handle(
     request: LegRequest,
     worker: &Worker,
     model: &Model,
-    gone: tokio::sync::watch::Receiver<bool>,
+    gone: watch::Receiver<bool>,
 ) -> LegReply {
     let mut reply = LegReply::default();
     let end = match (&request, worker) {
@@ -134,7 +163,7 @@ async fn handle(
 /// Does `work` to its end; if the client hangs up meanwhile, aborts beside it.
 pub(super) async fn abort_when_gone<T>(
     work: impl Future<Output = T>,
-    mut gone: tokio::sync::watch::Receiver<bool>,
+    mut gone: watch::Receiver<bool>,
     abort: impl Future<Output = Result<()>>,
 ) -> T {
     let hung_up = async {

@@ -275,7 +275,7 @@ impl Link {
                 self.probing_until = Some(now.plus_ms(self.config.probe_ms));
                 self.send(now, PeerMsg::Probe);
             }
-            Event::Closed(why) => self.lost(why),
+            Event::Closed(why) => self.lost(self.charged(why)),
             Event::Bye(why) => {
                 self.send(now, PeerMsg::Bye(why.clone()));
                 self.lost(why);
@@ -321,10 +321,16 @@ impl Link {
     }
 
     fn blamed(&self, e: Error) -> Refusal {
-        let blame = if self.config.receiver { Blame::Prefill } else { Blame::Decode };
-        e.blamed(blame)
-            .hint("place the request again; a restarted worker is a new one")
-            .to_refusal()
+        let e = e.hint("place the request again; a restarted worker is a new one");
+        self.charged(e.to_refusal())
+    }
+
+    /// A session that ends without a goodbye is charged to the peer, however its end was noticed.
+    fn charged(&self, why: Refusal) -> Refusal {
+        if why.kind != ErrorKind::PeerLost {
+            return why;
+        }
+        why.blamed(if self.config.receiver { Blame::Prefill } else { Blame::Decode })
     }
 
     fn lost(&mut self, why: Refusal) {
@@ -561,6 +567,16 @@ mod tests {
         d.handle_timeout(Time(0).plus_ms(51));
         let out: Vec<_> = std::iter::from_fn(|| d.poll_output()).collect();
         assert!(matches!(&out[..], [Output::Send(_), Output::Lost(_)]), "{out:?}");
+    }
+
+    #[test]
+    fn a_session_that_just_ends_is_charged_to_the_peer() {
+        for (mut link, blame) in [(up().0, Blame::Prefill), (up().1, Blame::Decode)] {
+            let why = Refusal::new(ErrorKind::PeerLost, "peer restarted");
+            link.handle_event(Time(0), Event::Closed(why));
+            let out: Vec<_> = std::iter::from_fn(|| link.poll_output()).collect();
+            assert!(matches!(&out[..], [Output::Lost(w)] if w.blame == blame), "{out:?}");
+        }
     }
 
     #[test]

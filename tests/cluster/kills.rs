@@ -1,0 +1,204 @@
+//! Each role killed once in each phase that it passes.
+
+use std::cell::Cell;
+
+use kvlane_coordinator::HandoffOutcome;
+use kvlane_proto::{Blame, ErrorKind, Outcome, Role, RoomId};
+
+use super::cluster::{Cluster, Ended, POOL_PAGES, POOL_TOKENS, Router, Worker};
+use super::legs::leg;
+use super::process::{CAP, within};
+
+/// Small rooms between two workers that nothing happens to, one after the other, while `work` runs.
+async fn beside<T>(router: &Router, pair: (&Worker, &Worker), work: impl Future<Output = T>) -> T {
+    let over = Cell::new(false);
+    let rooms = async {
+        let mut rooms = 0;
+        while !over.get() || rooms == 0 {
+            router.hand_off(pair.0, pair.1, 900).await;
+            rooms += 1;
+        }
+    };
+    let work = async {
+        let end = work.await;
+        over.set(true);
+        end
+    };
+    tokio::join!(work, rooms).0
+}
+
+/// A pair that nothing happens to.
+async fn bystanders(cluster: &Cluster, router: &Router) -> (Worker, Worker) {
+    let pair = tokio::join!(
+        cluster.worker(Role::Prefill, "p-beside", &[]),
+        cluster.worker(Role::Decode, "d-beside", &[]),
+    );
+    router.sees(&pair.0).await;
+    router.sees(&pair.1).await;
+    pair
+}
+
+/// Sends both legs of a room as large as the pool; kills `victim`, which stops at `phase`, when it
+/// says so, and starts it again: before the survivor has noticed, or after.
+async fn kill_at(
+    router: &Router,
+    phase: &str,
+    prefill: &mut Worker,
+    decode: &mut Worker,
+    victim: Role,
+    quickly: bool,
+) -> Ended {
+    let mut request = router.reserve(prefill, decode, POOL_TOKENS).await;
+    // Where the survivor waits for a peer that cannot know of the room any more.
+    request.deadline_ms = 5_000;
+    let (to_prefill, to_decode) = (request.prefill_leg(), request.decode_leg());
+    let (prefill_serving, decode_serving) = (prefill.serving.clone(), decode.serving.clone());
+    let victim = if victim == Role::Prefill { prefill } else { decode };
+    let kill = async {
+        victim.process.stopped_at(phase).await;
+        victim.process.kill().await;
+        if quickly {
+            victim.restart(&[]).await;
+        }
+    };
+    let (p, d, ()) = tokio::join!(
+        leg(&prefill_serving, to_prefill),
+        // A decode that is to die before its leg comes, gets none.
+        async {
+            match phase {
+                "reserved" => None,
+                _ => leg(&decode_serving, to_decode).await,
+            }
+        },
+        kill,
+    );
+    let outcome = router.coordinator.await_outcome(RoomId(request.room), CAP);
+    let outcome = within("the router's wait", outcome).await;
+    if !quickly {
+        victim.restart(&[]).await;
+    }
+    Ended { prefill: p, decode: d, outcome }
+}
+
+#[tokio::test]
+async fn a_killed_prefill_costs_its_own_rooms_only() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    let beside_them = bystanders(&cluster, &router).await;
+    let mut decode = cluster.worker(Role::Decode, "d", &[]).await;
+    let mut victim = cluster.worker(Role::Prefill, "p", &[]).await;
+    let work = async {
+        router.sees(&victim).await;
+        router.assert_clean(&victim, &decode).await;
+        victim.process.kill().await;
+        victim.respawn(&["--stop-at", "registered"]);
+        victim.process.stopped_at("registered").await;
+        victim.process.kill().await;
+        // The service remembers it for a while: whoever asks is told who is missing.
+        let asked = router.coordinator.reserve(Router::request(&victim, &decode, 100));
+        let e = within("a reservation", asked).await.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
+        assert!(e.to_string().contains("default/prefill/p/0"), "{e}");
+
+        let phases = ["offer-accepted", "first-byte", "half", "last-byte", "done", "given-back"];
+        for (n, phase) in phases.into_iter().enumerate() {
+            eprintln!("prefill killed at {phase}");
+            victim.restart(&["--stop-at", phase]).await;
+            router.sees(&victim).await;
+            let ended =
+                kill_at(&router, phase, &mut victim, &mut decode, Role::Prefill, n % 2 == 0).await;
+            let received = ended.decode.clone().expect("the decode lives");
+            // It may still have answered.
+            let told = ended.prefill.as_ref().is_some_and(|p| p.is_done());
+            assert!(ended.prefill.is_none() || told, "{phase}: {ended:?}");
+            assert!(!told || received.is_done(), "{phase}: {ended:?}");
+            // Once every part has arrived the decode may decide either way.
+            match phase {
+                "done" | "given-back" => received.assert_done(POOL_PAGES),
+                "last-byte" if received.is_done() => received.assert_done(POOL_PAGES),
+                _ => {
+                    received.assert_failed(&[ErrorKind::PeerLost]);
+                    assert_eq!(received.why().blame, Blame::Prefill, "{phase}: {received:?}");
+                }
+            }
+            match ended.outcome {
+                HandoffOutcome::Done { .. } => assert!(received.is_done()),
+                HandoffOutcome::Failed { leg, retryable, refusal } => {
+                    assert!(!received.is_done());
+                    assert_eq!((leg, retryable), (Blame::Prefill, true), "{refusal}");
+                }
+                other => panic!("{phase}: {other:?}"),
+            }
+            router.sees(&victim).await;
+            router.assert_clean(&victim, &decode).await;
+            victim.process.kill().await;
+        }
+    };
+    beside(&router, (&beside_them.0, &beside_them.1), work).await;
+}
+
+#[tokio::test]
+async fn a_killed_decode_costs_its_own_rooms_only() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    let beside_them = bystanders(&cluster, &router).await;
+    let mut prefill = cluster.worker(Role::Prefill, "p", &[]).await;
+    let mut victim = cluster.worker(Role::Decode, "d", &[]).await;
+    let work = async {
+        router.sees(&prefill).await;
+        router.sees(&victim).await;
+        router.assert_clean(&prefill, &victim).await;
+        victim.process.kill().await;
+        victim.respawn(&["--stop-at", "registered"]);
+        victim.process.stopped_at("registered").await;
+        victim.process.kill().await;
+        let asked = router.coordinator.reserve(Router::request(&prefill, &victim, 100));
+        let e = within("a reservation", asked).await.unwrap_err();
+        assert!(matches!(e.kind(), ErrorKind::PeerLost | ErrorKind::DeadlineExceeded), "{e}");
+        assert!(e.to_string().contains("default/decode/d/0"), "{e}");
+
+        let phases = [
+            "reserved",
+            "offer-sent",
+            "offer-accepted",
+            "first-byte",
+            "half",
+            "last-byte",
+            "done",
+            "given-back",
+        ];
+        for (n, phase) in phases.into_iter().enumerate() {
+            eprintln!("decode killed at {phase}");
+            victim.restart(&["--stop-at", phase]).await;
+            router.sees(&victim).await;
+            let ended =
+                kill_at(&router, phase, &mut prefill, &mut victim, Role::Decode, n % 2 == 0).await;
+            let sent = ended.prefill.clone().expect("the prefill lives");
+            assert!(ended.decode.is_none(), "{phase}: {ended:?}");
+            let told = sent.is_done() && matches!(phase, "done" | "given-back");
+            if !told {
+                let mut kinds = vec![ErrorKind::PeerLost];
+                // The leg may come when the link is lost already.
+                if matches!(phase, "reserved" | "offer-sent") {
+                    kinds.push(ErrorKind::DeadlineExceeded);
+                }
+                sent.assert_failed(&kinds);
+                assert_eq!(sent.why().blame, Blame::Decode, "{phase}: {sent:?}");
+                // Only the decode could say more about a room that was granted.
+                let unknown = matches!(sent.outcome, Some(Outcome::Unknown { .. }));
+                let early = matches!(phase, "reserved" | "offer-sent");
+                assert!(unknown || early, "{phase}: {sent:?}");
+            }
+            match &ended.outcome {
+                HandoffOutcome::Failed { leg, retryable, refusal } => {
+                    assert_eq!((*leg, *retryable), (Blame::Decode, true), "{refusal}");
+                }
+                other => panic!("{phase}: {other:?}"),
+            }
+            router.sees(&victim).await;
+            router.assert_clean(&prefill, &victim).await;
+            victim.process.kill().await;
+        }
+    };
+    beside(&router, (&beside_them.0, &beside_them.1), work).await;
+}
