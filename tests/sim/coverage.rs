@@ -146,11 +146,11 @@ impl Coverage {
             println!("{name:<34}{:>16}{:>12}{:>12}", n[0], n[1], n[2]);
         }
         print!("{:<10}", "crash of");
-        PHASES.iter().for_each(|p| print!("{p:>16}"));
+        PHASES.iter().for_each(|p| print!("{p:>20}"));
         println!();
         for (role, row) in ROLES.iter().zip(&self.crashes) {
             print!("{role:<10}");
-            row.iter().for_each(|[a, b, c]| print!("{:>16}", format!("{a}/{b}/{c}")));
+            row.iter().for_each(|[a, b, c]| print!("{:>20}", format!("{a}/{b}/{c}")));
             println!();
         }
     }
