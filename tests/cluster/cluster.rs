@@ -278,8 +278,10 @@ impl Router {
 
     /// Sends both legs and waits for both ends.
     pub(crate) async fn run(&self, prefill: &Worker, decode: &Worker, r: &Request) -> Ended {
-        let (p, d) =
-            tokio::join!(leg(&prefill.serving, r.prefill_leg()), leg(&decode.serving, r.decode_leg()));
+        let (p, d) = tokio::join!(
+            leg(&prefill.serving, r.prefill_leg()),
+            leg(&decode.serving, r.decode_leg())
+        );
         let outcome = self.coordinator.await_outcome(kvlane_proto::RoomId(r.room), CAP).await;
         Ended { prefill: p, decode: d, outcome }
     }
