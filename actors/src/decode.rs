@@ -1,7 +1,6 @@
 //! The decode worker: lends blocks to rooms and gives them back with the proof.
 
-use std::collections::{HashMap, VecDeque};
-use std::rc::Rc;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,23 +8,24 @@ use actix::prelude::*;
 use kvlane_proto::decode::{CallId, Decode, DecodeConfig, Event, Lend, Output};
 use kvlane_proto::link::LinkConfig;
 use kvlane_proto::msg::Purpose;
+use kvlane_proto::msg::call::Call;
 use kvlane_proto::msg::service::{Load, WorkerAddress};
 use kvlane_proto::{
-    BlockList, Error, ErrorKind, GrantId, Identity, Layout, Outcome, Refusal, Result, Role, RoomId,
-    Span, Time,
+    Blame, BlockList, Error, ErrorKind, GrantId, Identity, Layout, Outcome, Refusal, Result, Role,
+    RoomId, Span, Time,
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::{Command, EngineEvent, FenceHow, FenceProof, OpenGrant, Pull};
 use kvlane_transport::memory::{Lent, Quarantine};
-use kvlane_transport::quic::{Endpoint, Session};
+use kvlane_transport::quic::Session;
 use tokio::sync::{Semaphore, oneshot, watch};
 
-use crate::calls::{CallIn, Calls, CallsGone};
-use crate::engine::{Commands, Inbox};
-use crate::links::{LinkIn, Links, News};
-use crate::runtime::{
-    self, About, EngineWake, Fate, Parts, SessionIn, Stop, WorkerConfig, WorkerEnd,
-};
+use crate::links::News;
+use crate::runtime::{self, About, Parts, Stop, WorkerConfig, WorkerEnd};
+use crate::shell::{Drain, Shell, Side, Worker};
+
+/// The actor of a decode worker.
+type DecodeActor = Worker<Rooms>;
 
 /// Calls of one handle that may wait for the actor.
 const CALLS_MAX: usize = 1024;
@@ -44,9 +44,7 @@ impl DecodeWorker {
     pub fn start(config: WorkerConfig) -> Result<DecodeHandle> {
         let ledger = Arc::new(Quarantine::default());
         let mine = ledger.clone();
-        let running = runtime::start(config, Role::Decode, move |parts, ctx| {
-            DecodeActor::new(parts, ledger, ctx)
-        })?;
+        let running = runtime::start(config, Role::Decode, move |parts| actor(parts, ledger))?;
         Ok(DecodeHandle {
             actor: running.actor,
             about: running.about,
@@ -266,121 +264,56 @@ struct AbortIn {
 
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Drain;
-
-#[derive(Message)]
-#[rtype(result = "()")]
 struct Dialled {
     peer: Identity,
     session: Result<Session>,
 }
 
-/// The mailbox of a decode worker.
-pub(crate) struct DecodeActor {
+/// The rooms of a decode worker, and the blocks that they hold.
+pub(crate) struct Rooms {
     machine: Decode<FenceProof>,
-    links: Links,
-    calls: Calls,
-    engine: Rc<Commands>,
-    inbox: Inbox,
-    endpoint: Endpoint,
     lent: HashMap<GrantId, (Lent, oneshot::Sender<Ending>)>,
     withheld: HashMap<GrantId, (Lent, oneshot::Sender<(Lent, FenceProof)>)>,
     /// The answer to the `Lend` event that is being handled.
     lending: Option<Result<GrantId>>,
     ledger: Arc<Quarantine>,
-    news: VecDeque<News>,
-    load: watch::Sender<Load>,
-    timer: Option<(Time, SpawnHandle)>,
-    fate: Fate,
-    _alive: oneshot::Sender<()>,
-    #[cfg(feature = "fault-injection")]
-    hooks: crate::faults::Hooks,
 }
 
-impl DecodeActor {
-    fn new(parts: Parts, ledger: Arc<Quarantine>, _: &mut Context<Self>) -> Self {
-        let Parts { config, endpoint, engine, caps, inbox, load, fate, alive, seed, .. } = parts;
-        let engine = Rc::new(engine);
-        let layout = config.pool.layout;
-        let mut link = LinkConfig::new(layout.clone(), true);
-        link.lanes = config.lanes_per_link;
-        link.part_bytes = config.part_bytes;
-        let mut machine = DecodeConfig::new(layout, config.pool.map, seed);
-        machine.part_bytes = config.part_bytes;
-        machine.room_deadline_ms = config.room_deadline_ms;
-        Self {
-            machine: Decode::new(machine),
-            links: Links::new(link, engine.clone(), caps),
-            calls: Calls::default(),
-            engine,
-            inbox,
-            endpoint,
-            lent: HashMap::new(),
-            withheld: HashMap::new(),
-            lending: None,
-            ledger,
-            news: VecDeque::new(),
-            load,
-            timer: None,
-            fate,
-            _alive: alive,
-            #[cfg(feature = "fault-injection")]
-            hooks: crate::faults::Hooks::default(),
-        }
-    }
+fn actor(parts: Parts, ledger: Arc<Quarantine>) -> DecodeActor {
+    let config = &parts.config;
+    let mut link = LinkConfig::new(config.pool.layout.clone(), true);
+    link.lanes = config.lanes_per_link;
+    link.part_bytes = config.part_bytes;
+    let mut machine =
+        DecodeConfig::new(config.pool.layout.clone(), config.pool.map.clone(), parts.seed);
+    machine.part_bytes = config.part_bytes;
+    machine.lanes_per_room = config.lanes_per_room;
+    machine.room_deadline_ms = config.room_deadline_ms;
+    let rooms = Rooms {
+        machine: Decode::new(machine),
+        lent: HashMap::new(),
+        withheld: HashMap::new(),
+        lending: None,
+        ledger,
+    };
+    Worker::new(parts, link, rooms)
+}
 
-    fn event(&mut self, event: Event<FenceProof>, ctx: &mut Context<Self>) {
-        self.machine.handle_event(now(), event);
-        self.drive(ctx);
-    }
-
-    /// Carries out what the machines want, until all of them are still.
-    fn drive(&mut self, ctx: &mut Context<Self>) {
-        loop {
-            if let Some(output) = self.machine.poll_output() {
-                self.carry_out(output, ctx);
-                continue;
-            }
-            let Some(news) = self.news.pop_front() else { break };
-            let now = now();
-            match news {
-                News::Up { link, peer, path, lanes, .. } => {
-                    self.machine.handle_event(now, Event::LinkUp { link, peer, path, lanes });
-                }
-                News::Deliver { link, msg, .. } => {
-                    #[cfg(feature = "fault-injection")]
-                    self.hooks.heard(&msg);
-                    self.machine.handle_event(now, Event::Peer { link, msg });
-                }
-                News::Lost { link, peer, was_up, why } => {
-                    let event = if was_up {
-                        Event::LinkDown { link, why }
-                    } else {
-                        Event::LinkFailed { peer: peer.identity, why }
-                    };
-                    self.machine.handle_event(now, event);
-                    while let Some(output) = self.machine.poll_output() {
-                        self.carry_out(output, ctx);
-                    }
-                    self.links.close_engine(link);
-                }
-            }
-        }
-        let load = self.machine.load();
-        self.load.send_if_modified(|old| std::mem::replace(old, load) != load);
-        self.arm(ctx);
-    }
-
-    fn carry_out(&mut self, output: Output<FenceProof>, ctx: &mut Context<Self>) {
-        #[cfg(feature = "fault-injection")]
-        self.hooks.decode(&output);
+impl Rooms {
+    fn carry_out(
+        &mut self,
+        output: Output<FenceProof>,
+        shell: &mut Shell,
+        ctx: &mut Context<DecodeActor>,
+    ) {
+        shell.hooks.decode(&output);
         match output {
-            Output::Connect(to) => self.dial(to, ctx),
+            Output::Connect(to) => dial(to, shell, ctx),
             Output::Send { link, msg } => {
-                let news = self.links.send(now(), link, msg);
-                self.news.extend(news);
+                let news = shell.links.send(now(), link, msg);
+                shell.news.extend(news);
             }
-            Output::Reply { call, reply } => self.calls.reply(call, reply),
+            Output::Reply { call, reply } => shell.calls.reply(call, reply),
             Output::Lent { grant, .. } => self.lending = Some(Ok(grant)),
             Output::LendRefused { why, .. } => {
                 metrics::counter!("kvlane_lends_refused_total", "why" => why.kind().code())
@@ -388,14 +321,14 @@ impl DecodeActor {
                 self.lending = Some(Err(why));
             }
             Output::Open { link, grant, lanes, plan } => {
-                self.engine.send(Command::Open(OpenGrant { link, grant, lanes, plan }));
+                shell.engine.send(Command::Open(OpenGrant { link, grant, lanes, plan }));
             }
             Output::Pull { link, serve, parts } => {
-                self.engine.send(Command::Pull(Pull { link, serve, parts }));
+                shell.engine.send(Command::Pull(Pull { link, serve, parts }));
             }
-            Output::Fence { grant, how } => self.engine.send(Command::Fence { grant, how }),
-            Output::Ended { room, grant, outcome, proof, withheld } => {
-                self.ended(room, grant, outcome, proof, withheld);
+            Output::Fence { grant, how } => shell.engine.send(Command::Fence { grant, how }),
+            Output::Ended { room, grant, outcome, proof, .. } => {
+                self.ended(room, grant, outcome, proof);
             }
             Output::LateProof { grant, proof } => {
                 if let Some((lent, to)) = self.withheld.remove(&grant) {
@@ -406,14 +339,7 @@ impl DecodeActor {
         }
     }
 
-    fn ended(
-        &mut self,
-        room: RoomId,
-        grant: GrantId,
-        outcome: Outcome,
-        proof: Option<FenceProof>,
-        withheld: bool,
-    ) {
+    fn ended(&mut self, room: RoomId, grant: GrantId, outcome: Outcome, proof: Option<FenceProof>) {
         let (result, bytes) = match &outcome {
             Outcome::Done { bytes } => ("done", *bytes),
             Outcome::Failed { why, bytes } => (why.kind.code(), *bytes),
@@ -435,7 +361,6 @@ impl DecodeActor {
                 (Some(how), Blocks::Back(lent, proof))
             }
             None => {
-                debug_assert!(withheld, "lent blocks end with a proof or withheld");
                 let (late, wait) = oneshot::channel();
                 self.withheld.insert(grant, (lent, late));
                 (None, Blocks::Withheld(wait))
@@ -443,99 +368,68 @@ impl DecodeActor {
         };
         let _ = to.send(Ending { outcome, fenced, blocks });
     }
+}
 
-    fn dial(&self, to: WorkerAddress, ctx: &mut Context<Self>) {
-        let endpoint = self.endpoint.clone();
-        let actor = ctx.address();
-        actix::spawn(async move {
-            let peer = to.key.identity;
-            let session = endpoint.dial(&to.address, Some(&peer), Purpose::Peer).await;
-            let _ = actor.send(Dialled { peer, session }).await;
-        });
+fn dial(to: WorkerAddress, shell: &Shell, ctx: &mut Context<DecodeActor>) {
+    let endpoint = shell.endpoint.clone();
+    let actor = ctx.address();
+    actix::spawn(async move {
+        let peer = to.key.identity;
+        let session = endpoint.dial(&to.address, Some(&peer), Purpose::Peer).await;
+        let _ = actor.send(Dialled { peer, session }).await;
+    });
+}
+
+impl Side for Rooms {
+    fn step(&mut self, shell: &mut Shell, ctx: &mut Context<DecodeActor>) -> bool {
+        let Some(output) = self.machine.poll_output() else { return false };
+        self.carry_out(output, shell, ctx);
+        true
     }
-
-    fn engine_event(&mut self, event: EngineEvent) {
-        let now = now();
+    fn news(&mut self, now: Time, shell: &mut Shell, news: News) {
+        let event = match news {
+            News::Up { link, peer, path, lanes, .. } => Event::LinkUp { link, peer, path, lanes },
+            News::Deliver { link, msg, .. } => {
+                shell.hooks.heard(&msg);
+                Event::Peer { link, msg }
+            }
+            News::Lost { link, was_up: true, why, .. } => Event::LinkDown { link, why },
+            News::Lost { peer, why, .. } => Event::LinkFailed { peer: peer.identity, why },
+        };
+        self.machine.handle_event(now, event);
+    }
+    fn engine(&mut self, now: Time, shell: &mut Shell, event: EngineEvent) {
         let event = match event {
-            EngineEvent::Local { link, blob } => {
-                let news = self.links.local(now, link, blob);
-                return self.news.extend(news);
-            }
-            EngineEvent::LaneUp { link, lane } => {
-                let news = self.links.lane(now, link, lane, true);
-                self.news.extend(news);
-                Event::LaneUp { link, lane }
-            }
-            EngineEvent::LaneDown { link, lane, why } => {
-                tracing::warn!(link = link.0, lane = lane.0, %why, "lane is down");
-                metrics::counter!("kvlane_lanes_lost_total", "role" => "decode").increment(1);
-                let news = self.links.lane(now, link, lane, false);
-                self.news.extend(news);
-                Event::LaneDown { link, lane }
-            }
+            EngineEvent::LaneUp { link, lane } => Event::LaneUp { link, lane },
+            EngineEvent::LaneDown { link, lane, .. } => Event::LaneDown { link, lane },
             EngineEvent::Arrived { grant, part, .. } => Event::Arrived { grant, part },
             EngineEvent::PullStale { grant, .. } => Event::PullStale { grant },
             EngineEvent::Fenced(proof) => Event::Fenced { grant: proof.grant(), proof },
             EngineEvent::FenceFailed { grant, why } => Event::FenceFailed { grant, why },
-            EngineEvent::Scrapped { bytes, why, .. } => {
-                return tracing::debug!(bytes, %why, "frame read to scrap");
-            }
-            EngineEvent::Trouble(e) => return tracing::error!(error = %e, "engine"),
-            // Of the sender's side.
-            EngineEvent::Acked { .. } | EngineEvent::Nacked { .. } | EngineEvent::Quiesced(_) => {
-                return;
-            }
+            // The shell's, or of the sender's side.
+            _ => return,
         };
-        #[cfg(feature = "fault-injection")]
-        self.hooks.arrived(&event);
+        shell.hooks.arrived(&event);
         self.machine.handle_event(now, event);
     }
-
-    fn arm(&mut self, ctx: &mut Context<Self>) {
-        let mut next =
-            [self.machine.poll_timeout(), self.links.next_timeout()].into_iter().flatten().min();
-        if self.engine.flush() {
-            let soon = now().plus_ms(1);
-            next = Some(next.map_or(soon, |n| n.min(soon)));
-        }
-        if next == self.timer.map(|t| t.0) {
-            return;
-        }
-        if let Some((_, old)) = self.timer.take() {
-            ctx.cancel_future(old);
-        }
-        if let Some(at) = next {
-            let wait = now().until(at);
-            self.timer = Some((at, ctx.run_later(wait, Self::tick)));
-        }
+    fn call(&mut self, now: Time, _: &mut Shell, call: CallId, from: Identity, body: Call) {
+        self.machine.handle_event(now, Event::Call { call, from, body });
     }
-
-    fn tick(&mut self, ctx: &mut Context<Self>) {
-        self.timer = None;
-        #[cfg(feature = "fault-injection")]
-        if self.hooks.stopped() {
-            return;
-        }
-        let now = now();
+    fn call_gone(&mut self, now: Time, call: CallId) {
+        self.machine.handle_event(now, Event::CallGone(call));
+    }
+    fn drain(&mut self, now: Time) {
+        self.machine.handle_event(now, Event::Drain);
+    }
+    fn handle_timeout(&mut self, now: Time) {
         self.machine.handle_timeout(now);
-        let news = self.links.timeout(now);
-        self.news.extend(news);
-        self.drive(ctx);
     }
-
-    #[cfg(feature = "fault-injection")]
-    fn is_stopped(&self) -> bool {
-        self.hooks.stopped()
+    fn poll_timeout(&self) -> Option<Time> {
+        self.machine.poll_timeout()
     }
-    #[cfg(not(feature = "fault-injection"))]
-    #[allow(clippy::unused_self)]
-    fn is_stopped(&self) -> bool {
-        false
+    fn load(&self) -> Load {
+        self.machine.load()
     }
-}
-
-impl Actor for DecodeActor {
-    type Context = Context<Self>;
 }
 
 impl Handler<LendIn> for DecodeActor {
@@ -545,18 +439,15 @@ impl Handler<LendIn> for DecodeActor {
         let deadline_ms = deadline.as_millis().min(u128::from(u64::MAX)) as u64;
         let list = blocks.clone();
         let lend = Lend { room, span, blocks, prefill, deadline_ms };
-        self.machine.handle_event(now(), Event::Lend(lend));
+        let side = &mut self.side;
+        side.machine.handle_event(now(), Event::Lend(lend));
         // The answer is the first output; the blocks are ours before anything else happens.
-        self.lending = None;
-        while self.lending.is_none()
-            && let Some(output) = self.machine.poll_output()
-        {
-            self.carry_out(output, ctx);
-        }
-        let answer = match self.lending.take() {
+        side.lending = None;
+        while side.lending.is_none() && side.step(&mut self.shell, ctx) {}
+        let answer = match side.lending.take() {
             Some(Ok(grant)) => {
                 let (to, end) = oneshot::channel();
-                self.lent.insert(grant, (Lent::new(room, grant, list, &self.ledger), to));
+                side.lent.insert(grant, (Lent::new(room, grant, list, &side.ledger), to));
                 Ok(Filling { room, grant, end })
             }
             Some(Err(e)) => Err(e),
@@ -570,39 +461,8 @@ impl Handler<LendIn> for DecodeActor {
 impl Handler<AbortIn> for DecodeActor {
     type Result = ();
     fn handle(&mut self, AbortIn { room, why }: AbortIn, ctx: &mut Context<Self>) {
-        self.event(Event::AbortLocal { room, why }, ctx);
-    }
-}
-
-impl Handler<Drain> for DecodeActor {
-    type Result = ();
-    fn handle(&mut self, _: Drain, ctx: &mut Context<Self>) {
-        self.event(Event::Drain, ctx);
-    }
-}
-
-impl Handler<Stop> for DecodeActor {
-    type Result = ();
-    fn handle(&mut self, Stop(why): Stop, ctx: &mut Context<Self>) {
-        let end = match why.kind {
-            ErrorKind::Draining => WorkerEnd::Stopped,
-            _ => WorkerEnd::Failed(why.clone()),
-        };
-        self.fate.set(end);
-        self.links.bye(now(), &why);
-        self.engine.stop();
-        ctx.stop();
-    }
-}
-
-impl Handler<SessionIn> for DecodeActor {
-    type Result = ();
-    fn handle(&mut self, SessionIn(session): SessionIn, ctx: &mut Context<Self>) {
-        match session.purpose {
-            Purpose::Call => self.calls.open(session, &ctx.address()),
-            // The greeting lets nobody else in.
-            Purpose::Peer | Purpose::Service => {}
-        }
+        self.side.machine.handle_event(now(), Event::AbortLocal { room, why });
+        self.drive(ctx);
     }
 }
 
@@ -610,72 +470,17 @@ impl Handler<Dialled> for DecodeActor {
     type Result = ();
     fn handle(&mut self, Dialled { peer, session }: Dialled, ctx: &mut Context<Self>) {
         match session {
-            Ok(session) => {
-                let news = self.links.open(now(), session, &ctx.address());
-                self.news.extend(news);
-                self.drive(ctx);
-            }
+            Ok(session) => self.link(session, ctx),
             Err(e) => {
                 let why = Error::new(ErrorKind::PeerLost, "the prefill worker cannot be reached")
                     .with("peer", &peer)
                     .caused_by(e)
-                    .blamed(kvlane_proto::Blame::Prefill)
+                    .blamed(Blame::Prefill)
                     .hint("place the request with another prefill worker")
                     .to_refusal();
-                self.event(Event::LinkFailed { peer, why }, ctx);
+                self.side.machine.handle_event(now(), Event::LinkFailed { peer, why });
+                self.drive(ctx);
             }
-        }
-    }
-}
-
-impl Handler<LinkIn> for DecodeActor {
-    type Result = ();
-    fn handle(&mut self, LinkIn { link, event }: LinkIn, ctx: &mut Context<Self>) {
-        if self.is_stopped() {
-            return;
-        }
-        let news = self.links.handle(now(), link, event);
-        self.news.extend(news);
-        self.drive(ctx);
-    }
-}
-
-impl Handler<CallIn> for DecodeActor {
-    type Result = ();
-    fn handle(&mut self, call: CallIn, ctx: &mut Context<Self>) {
-        if self.is_stopped() {
-            return;
-        }
-        let Some(id) = self.calls.enter(&call) else { return };
-        let event = Event::Call { call: id, from: call.from, body: call.frame.call };
-        self.event(event, ctx);
-    }
-}
-
-impl Handler<CallsGone> for DecodeActor {
-    type Result = ();
-    fn handle(&mut self, gone: CallsGone, ctx: &mut Context<Self>) {
-        let gone: Vec<CallId> = self.calls.gone(gone.session);
-        for call in gone {
-            self.event(Event::CallGone(call), ctx);
-        }
-    }
-}
-
-impl Handler<EngineWake> for DecodeActor {
-    type Result = ();
-    fn handle(&mut self, EngineWake(alive): EngineWake, ctx: &mut Context<Self>) {
-        for event in self.inbox.take() {
-            if self.is_stopped() {
-                return;
-            }
-            self.engine_event(event);
-        }
-        self.drive(ctx);
-        if !alive {
-            let why = Refusal::new(ErrorKind::Internal, "the engine's thread has ended");
-            self.fate.set(WorkerEnd::Failed(why));
-            ctx.stop();
         }
     }
 }

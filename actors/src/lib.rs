@@ -12,7 +12,7 @@
 //!
 //! ```text
 //! supervisor (runtime.rs, a thread with an actix system)
-//! ├── DecodeActor | PrefillActor      machine, links, lent blocks
+//! ├── Worker<decode::Rooms | prefill::Rooms>   machine, links, lent blocks
 //! │   ├── engine thread               owned by transport::engine::driver, one per device
 //! │   ├── accept task, dial tasks     sessions in
 //! │   └── one reader task a session   frames in, in order, one at a time
@@ -28,10 +28,12 @@ mod decode;
 mod engine;
 #[cfg(feature = "fault-injection")]
 pub mod faults;
+mod hooks;
 mod links;
 mod pool;
 mod prefill;
 mod runtime;
+mod shell;
 
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
 pub use engine::EngineChoice;

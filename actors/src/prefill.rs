@@ -1,17 +1,14 @@
 //! The prefill worker: sends the pages of rooms as they become ready.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix::prelude::*;
 use kvlane_proto::decode::CallId;
 use kvlane_proto::link::LinkConfig;
-use kvlane_proto::msg::Purpose;
 use kvlane_proto::msg::call::{Call, Reply};
-use kvlane_proto::msg::peer::Offer;
 use kvlane_proto::msg::service::{Load, WorkerAddress};
 use kvlane_proto::prefill::{Chunk, Event, Output, Prefill, PrefillConfig};
 use kvlane_proto::{
@@ -20,16 +17,17 @@ use kvlane_proto::{
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::{Command, EngineEvent, Post, Quiesced};
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::{Semaphore, watch};
 
-use crate::calls::{CallIn, Calls, CallsGone, not_here};
+use crate::calls::not_here;
 use crate::decode::ask;
-use crate::engine::{Commands, Inbox};
-use crate::links::{LinkIn, Links, News};
+use crate::links::News;
 use crate::pool::Pool;
-use crate::runtime::{
-    self, About, EngineWake, Fate, Parts, SessionIn, Stop, WorkerConfig, WorkerEnd,
-};
+use crate::runtime::{self, About, Parts, Stop, WorkerConfig, WorkerEnd};
+use crate::shell::{Drain, Shell, Side, Worker};
+
+/// The actor of a prefill worker.
+type PrefillActor = Worker<Rooms>;
 
 /// Calls of one handle that may wait for the actor.
 const CALLS_MAX: usize = 1024;
@@ -46,9 +44,7 @@ impl PrefillWorker {
     pub fn start(config: WorkerConfig) -> Result<PrefillHandle> {
         let retries = watch::Sender::new(0);
         let seen = retries.subscribe();
-        let running = runtime::start(config, Role::Prefill, move |parts, _| {
-            PrefillActor::new(parts, retries)
-        })?;
+        let running = runtime::start(config, Role::Prefill, move |parts| actor(parts, retries))?;
         Ok(PrefillHandle {
             actor: running.actor,
             about: running.about,
@@ -296,110 +292,41 @@ struct AbortIn {
     why: String,
 }
 
-#[derive(Message)]
-#[rtype(result = "()")]
-struct Drain;
-
 struct Mouth {
     granted: watch::Sender<Option<Span>>,
     released: watch::Sender<Option<Result<(), Refusal>>>,
     ended: watch::Sender<Option<Outcome>>,
 }
 
-/// The mailbox of a prefill worker.
-pub(crate) struct PrefillActor {
+/// The rooms of a prefill worker.
+pub(crate) struct Rooms {
     machine: Prefill<Quiesced>,
-    links: Links,
-    calls: Calls,
-    engine: Rc<Commands>,
-    inbox: Inbox,
     pool: Pool,
-    rooms: HashMap<RoomId, Mouth>,
+    mouths: HashMap<RoomId, Mouth>,
     /// The answer to the event of the serving engine that is being handled.
     answer: Option<Result<()>>,
-    news: VecDeque<News>,
-    load: watch::Sender<Load>,
     retries: watch::Sender<u64>,
-    timer: Option<(Time, SpawnHandle)>,
-    fate: Fate,
-    _alive: oneshot::Sender<()>,
-    #[cfg(feature = "fault-injection")]
-    hooks: crate::faults::Hooks,
 }
 
-impl PrefillActor {
-    fn new(parts: Parts, retries: watch::Sender<u64>) -> Self {
-        let Parts { config, engine, caps, inbox, load, fate, alive, seed, .. } = parts;
-        let engine = Rc::new(engine);
-        let pool = config.pool;
-        let mut link = LinkConfig::new(pool.layout.clone(), false);
-        link.lanes = config.lanes_per_link;
-        let mut machine = PrefillConfig::new(pool.layout.clone(), pool.map.blocks, seed);
-        machine.room_deadline_ms = config.room_deadline_ms;
-        Self {
-            machine: Prefill::new(machine),
-            links: Links::new(link, engine.clone(), caps),
-            calls: Calls::default(),
-            engine,
-            inbox,
-            pool,
-            rooms: HashMap::new(),
-            answer: None,
-            news: VecDeque::new(),
-            load,
-            retries,
-            timer: None,
-            fate,
-            _alive: alive,
-            #[cfg(feature = "fault-injection")]
-            hooks: crate::faults::Hooks::default(),
-        }
-    }
+fn actor(parts: Parts, retries: watch::Sender<u64>) -> PrefillActor {
+    let config = &parts.config;
+    let pool = config.pool.clone();
+    let mut link = LinkConfig::new(pool.layout.clone(), false);
+    link.lanes = config.lanes_per_link;
+    let mut machine = PrefillConfig::new(pool.layout.clone(), pool.map.blocks, parts.seed);
+    machine.room_deadline_ms = config.room_deadline_ms;
+    let machine = Prefill::new(machine);
+    let rooms = Rooms { machine, pool, mouths: HashMap::new(), answer: None, retries };
+    Worker::new(parts, link, rooms)
+}
 
-    fn event(&mut self, event: Event<Quiesced>, ctx: &mut Context<Self>) {
-        self.machine.handle_event(now(), event);
-        self.drive(ctx);
-    }
-
-    /// Carries out what the machines want, until all of them are still.
-    fn drive(&mut self, ctx: &mut Context<Self>) {
-        loop {
-            if let Some(output) = self.machine.poll_output() {
-                self.carry_out(output);
-                continue;
-            }
-            let Some(news) = self.news.pop_front() else { break };
-            let now = now();
-            match news {
-                News::Up { link, peer, path, part_bytes, .. } => {
-                    self.machine.handle_event(now, Event::LinkUp { link, peer, path, part_bytes });
-                }
-                News::Deliver { link, msg, echo_sent } => {
-                    self.machine.handle_event(now, Event::Peer { link, msg, echo_sent });
-                }
-                News::Lost { link, why, .. } => {
-                    self.machine.handle_event(now, Event::LinkDown { link, why });
-                    while let Some(output) = self.machine.poll_output() {
-                        self.carry_out(output);
-                    }
-                    self.links.close_engine(link);
-                }
-            }
-        }
-        let load = self.machine.load();
-        self.load.send_if_modified(|old| std::mem::replace(old, load) != load);
-        let retries = self.machine.retries();
-        self.retries.send_if_modified(|old| std::mem::replace(old, retries) != retries);
-        self.arm(ctx);
-    }
-
-    fn carry_out(&mut self, output: Output<Quiesced>) {
-        #[cfg(feature = "fault-injection")]
-        self.hooks.prefill(&output);
+impl Rooms {
+    fn carry_out(&mut self, output: Output<Quiesced>, shell: &mut Shell) {
+        shell.hooks.prefill(&output);
         match output {
             Output::Send { link, msg } => {
-                let news = self.links.send(now(), link, msg);
-                self.news.extend(news);
+                let news = shell.links.send(now(), link, msg);
+                shell.news.extend(news);
             }
             Output::Attached { .. } | Output::ChunkTaken { .. } => self.answer = Some(Ok(())),
             Output::Refused { why, .. } => {
@@ -407,41 +334,39 @@ impl PrefillActor {
                     .increment(1);
                 self.answer = Some(Err(why));
             }
-            Output::Granted { room, offer, .. } => self.granted(room, &offer),
+            Output::Granted { room, offer, .. } => {
+                if let Some(mouth) = self.mouths.get(&room) {
+                    mouth.granted.send_replace(Some(offer.span));
+                }
+            }
             Output::Post { link, grant, part, lane, layers, ids } => {
                 let map = self.pool.map.clone();
                 match PartPages::of_source(&self.pool.layout, map, layers, ids) {
                     Ok(pages) => {
-                        self.engine.send(Command::Post(Post { link, grant, part, lane, pages }));
+                        shell.engine.send(Command::Post(Post { link, grant, part, lane, pages }));
                     }
                     // Chunks are checked when they are declared.
                     Err(e) => tracing::error!(error = %e, "a part names pages that are not there"),
                 }
             }
             Output::ResetLane { link, lane } => {
-                self.engine.send(Command::ResetLane { link, lane });
+                shell.engine.send(Command::ResetLane { link, lane });
             }
-            Output::Quiesce { link, grant } => self.engine.send(Command::Quiesce { link, grant }),
+            Output::Quiesce { link, grant } => shell.engine.send(Command::Quiesce { link, grant }),
             // The proof has done its work: the room's source may change.
             Output::Released { room, proof: _ } => {
-                if let Some(mouth) = self.rooms.get(&room) {
+                if let Some(mouth) = self.mouths.get(&room) {
                     mouth.released.send_replace(Some(Ok(())));
                 }
             }
             Output::Withheld { room, why } => {
                 metrics::counter!("kvlane_sources_withheld_total").increment(1);
                 tracing::error!(room = room.0, %why, "source blocks are withheld");
-                if let Some(mouth) = self.rooms.get(&room) {
+                if let Some(mouth) = self.mouths.get(&room) {
                     mouth.released.send_replace(Some(Err(why)));
                 }
             }
             Output::Ended { room, outcome } => self.ended(room, outcome),
-        }
-    }
-
-    fn granted(&mut self, room: RoomId, offer: &Offer) {
-        if let Some(mouth) = self.rooms.get(&room) {
-            mouth.granted.send_replace(Some(offer.span));
         }
     }
 
@@ -453,40 +378,45 @@ impl PrefillActor {
             None => tracing::info!(room = room.0, "room is done"),
             Some(why) => tracing::info!(room = room.0, %why, "room has not been done"),
         }
-        if let Some(mouth) = self.rooms.remove(&room) {
+        if let Some(mouth) = self.mouths.remove(&room) {
             mouth.ended.send_replace(Some(outcome));
         }
     }
+}
 
+impl PrefillActor {
     /// An event whose answer is its first output.
     fn asked(&mut self, event: Event<Quiesced>, ctx: &mut Context<Self>) -> Result<()> {
-        self.answer = None;
-        self.machine.handle_event(now(), event);
+        self.side.answer = None;
+        self.side.machine.handle_event(now(), event);
         self.drive(ctx);
-        self.answer
+        self.side
+            .answer
             .take()
             .unwrap_or_else(|| Err(Error::new(ErrorKind::Internal, "the machine did not answer")))
     }
+}
 
-    fn engine_event(&mut self, event: EngineEvent) {
-        let now = now();
+impl Side for Rooms {
+    fn step(&mut self, shell: &mut Shell, _: &mut Context<PrefillActor>) -> bool {
+        let Some(output) = self.machine.poll_output() else { return false };
+        self.carry_out(output, shell);
+        true
+    }
+    fn news(&mut self, now: Time, _: &mut Shell, news: News) {
+        let event = match news {
+            News::Up { link, peer, path, part_bytes, .. } => {
+                Event::LinkUp { link, peer, path, part_bytes }
+            }
+            News::Deliver { link, msg, echo_sent } => Event::Peer { link, msg, echo_sent },
+            News::Lost { link, why, .. } => Event::LinkDown { link, why },
+        };
+        self.machine.handle_event(now, event);
+    }
+    fn engine(&mut self, now: Time, shell: &mut Shell, event: EngineEvent) {
         let event = match event {
-            EngineEvent::Local { link, blob } => {
-                let news = self.links.local(now, link, blob);
-                return self.news.extend(news);
-            }
-            EngineEvent::LaneUp { link, lane } => {
-                let news = self.links.lane(now, link, lane, true);
-                self.news.extend(news);
-                Event::LaneUp { link, lane }
-            }
-            EngineEvent::LaneDown { link, lane, why } => {
-                tracing::warn!(link = link.0, lane = lane.0, %why, "lane is down");
-                metrics::counter!("kvlane_lanes_lost_total", "role" => "prefill").increment(1);
-                let news = self.links.lane(now, link, lane, false);
-                self.news.extend(news);
-                Event::LaneDown { link, lane }
-            }
+            EngineEvent::LaneUp { link, lane } => Event::LaneUp { link, lane },
+            EngineEvent::LaneDown { link, lane, .. } => Event::LaneDown { link, lane },
             EngineEvent::Acked { link, grant, part, lane } => {
                 Event::Acked { link, grant, part, lane }
             }
@@ -498,66 +428,18 @@ impl PrefillActor {
             EngineEvent::Quiesced(proof) => {
                 Event::Quiesced { link: proof.link(), grant: proof.grant(), proof }
             }
-            EngineEvent::Trouble(e) => return tracing::error!(error = %e, "engine"),
-            // Of the receiver's side.
-            EngineEvent::Arrived { .. }
-            | EngineEvent::PullStale { .. }
-            | EngineEvent::Fenced(_)
-            | EngineEvent::FenceFailed { .. }
-            | EngineEvent::Scrapped { .. } => return,
+            // The shell's, or of the receiver's side.
+            _ => return,
         };
-        #[cfg(feature = "fault-injection")]
-        self.hooks.acked(&event);
+        shell.hooks.acked(&event);
         self.machine.handle_event(now, event);
     }
-
-    fn arm(&mut self, ctx: &mut Context<Self>) {
-        let mut next =
-            [self.machine.poll_timeout(), self.links.next_timeout()].into_iter().flatten().min();
-        if self.engine.flush() {
-            let soon = now().plus_ms(1);
-            next = Some(next.map_or(soon, |n| n.min(soon)));
-        }
-        if next == self.timer.map(|t| t.0) {
-            return;
-        }
-        if let Some((_, old)) = self.timer.take() {
-            ctx.cancel_future(old);
-        }
-        if let Some(at) = next {
-            let wait = now().until(at);
-            self.timer = Some((at, ctx.run_later(wait, Self::tick)));
-        }
-    }
-
-    fn tick(&mut self, ctx: &mut Context<Self>) {
-        self.timer = None;
-        if self.is_stopped() {
-            return;
-        }
-        let now = now();
-        self.machine.handle_timeout(now);
-        let news = self.links.timeout(now);
-        self.news.extend(news);
-        self.drive(ctx);
-    }
-
-    #[cfg(feature = "fault-injection")]
-    fn is_stopped(&self) -> bool {
-        self.hooks.stopped()
-    }
-    #[cfg(not(feature = "fault-injection"))]
-    #[allow(clippy::unused_self)]
-    fn is_stopped(&self) -> bool {
-        false
-    }
-
-    fn call(&mut self, call: CallId, from: &Identity, body: Call, ctx: &mut Context<Self>) {
+    fn call(&mut self, now: Time, shell: &mut Shell, call: CallId, from: Identity, body: Call) {
         let reply = match body {
             Call::Ping => Ok(Reply::Pong),
-            Call::Abort { room, reason } => match self.machine.may_abort(room, from) {
+            Call::Abort { room, reason } => match self.machine.may_abort(room, &from) {
                 Ok(()) => {
-                    self.event(Event::AbortBy { from: from.clone(), room, reason }, ctx);
+                    self.machine.handle_event(now, Event::AbortBy { from, room, reason });
                     Ok(Reply::Aborting)
                 }
                 // It has ended, or its leg has not come: the decode, which was told too, decides.
@@ -566,12 +448,24 @@ impl PrefillActor {
             },
             call @ (Call::Reserve(_) | Call::Await { .. }) => Err(not_here(&call)),
         };
-        self.calls.reply(call, reply);
+        shell.calls.reply(call, reply);
     }
-}
-
-impl Actor for PrefillActor {
-    type Context = Context<Self>;
+    // Nothing waits here: each call is answered at once.
+    fn call_gone(&mut self, _: Time, _: CallId) {}
+    fn drain(&mut self, now: Time) {
+        self.machine.handle_event(now, Event::Drain);
+    }
+    fn handle_timeout(&mut self, now: Time) {
+        self.machine.handle_timeout(now);
+    }
+    fn poll_timeout(&self) -> Option<Time> {
+        self.machine.poll_timeout()
+    }
+    fn load(&self) -> Load {
+        let retries = self.machine.retries();
+        self.retries.send_if_modified(|old| std::mem::replace(old, retries) != retries);
+        self.machine.load()
+    }
 }
 
 impl Handler<AttachIn> for PrefillActor {
@@ -583,14 +477,14 @@ impl Handler<AttachIn> for PrefillActor {
         let (released, r) = watch::channel(None);
         let (ended, e) = watch::channel(None);
         // Whoever has the room already keeps it if this leg is refused.
-        let before = self.rooms.insert(room, Mouth { granted, released, ended });
+        let before = self.side.mouths.insert(room, Mouth { granted, released, ended });
         let event = Event::Attach { room, tokens, decode, issuer, deadline_ms };
         match self.asked(event, ctx) {
             Ok(()) => Ok(Ears { granted: g, released: r, ended: e }),
             Err(why) => {
                 match before {
-                    Some(mouth) => self.rooms.insert(room, mouth),
-                    None => self.rooms.remove(&room),
+                    Some(mouth) => self.side.mouths.insert(room, mouth),
+                    None => self.side.mouths.remove(&room),
                 };
                 Err(why)
             }
@@ -608,7 +502,8 @@ impl Handler<ChunkIn> for PrefillActor {
 impl Handler<FinishIn> for PrefillActor {
     type Result = ();
     fn handle(&mut self, FinishIn(room): FinishIn, ctx: &mut Context<Self>) {
-        self.event(Event::Finish { room }, ctx);
+        self.side.machine.handle_event(now(), Event::Finish { room });
+        self.drive(ctx);
     }
 }
 
@@ -619,91 +514,7 @@ impl Handler<AbortIn> for PrefillActor {
             .with("reason", why)
             .blamed(Blame::Prefill)
             .to_refusal();
-        self.event(Event::AbortLocal { room, why }, ctx);
-    }
-}
-
-impl Handler<Drain> for PrefillActor {
-    type Result = ();
-    fn handle(&mut self, _: Drain, ctx: &mut Context<Self>) {
-        self.event(Event::Drain, ctx);
-    }
-}
-
-impl Handler<Stop> for PrefillActor {
-    type Result = ();
-    fn handle(&mut self, Stop(why): Stop, ctx: &mut Context<Self>) {
-        let end = match why.kind {
-            ErrorKind::Draining => WorkerEnd::Stopped,
-            _ => WorkerEnd::Failed(why.clone()),
-        };
-        self.fate.set(end);
-        self.links.bye(now(), &why);
-        self.engine.stop();
-        ctx.stop();
-    }
-}
-
-impl Handler<SessionIn> for PrefillActor {
-    type Result = ();
-    fn handle(&mut self, SessionIn(session): SessionIn, ctx: &mut Context<Self>) {
-        match session.purpose {
-            Purpose::Call => self.calls.open(session, &ctx.address()),
-            Purpose::Peer => {
-                let news = self.links.open(now(), session, &ctx.address());
-                self.news.extend(news);
-                self.drive(ctx);
-            }
-            // The greeting lets nobody else in.
-            Purpose::Service => {}
-        }
-    }
-}
-
-impl Handler<LinkIn> for PrefillActor {
-    type Result = ();
-    fn handle(&mut self, LinkIn { link, event }: LinkIn, ctx: &mut Context<Self>) {
-        if self.is_stopped() {
-            return;
-        }
-        let news = self.links.handle(now(), link, event);
-        self.news.extend(news);
+        self.side.machine.handle_event(now(), Event::AbortLocal { room, why });
         self.drive(ctx);
-    }
-}
-
-impl Handler<CallIn> for PrefillActor {
-    type Result = ();
-    fn handle(&mut self, call: CallIn, ctx: &mut Context<Self>) {
-        if self.is_stopped() {
-            return;
-        }
-        let Some(id) = self.calls.enter(&call) else { return };
-        self.call(id, &call.from, call.frame.call, ctx);
-    }
-}
-
-impl Handler<CallsGone> for PrefillActor {
-    type Result = ();
-    fn handle(&mut self, gone: CallsGone, _: &mut Context<Self>) {
-        self.calls.gone(gone.session);
-    }
-}
-
-impl Handler<EngineWake> for PrefillActor {
-    type Result = ();
-    fn handle(&mut self, EngineWake(alive): EngineWake, ctx: &mut Context<Self>) {
-        for event in self.inbox.take() {
-            if self.is_stopped() {
-                return;
-            }
-            self.engine_event(event);
-        }
-        self.drive(ctx);
-        if !alive {
-            let why = Refusal::new(ErrorKind::Internal, "the engine's thread has ended");
-            self.fate.set(WorkerEnd::Failed(why));
-            ctx.stop();
-        }
     }
 }

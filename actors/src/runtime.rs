@@ -46,6 +46,9 @@ pub struct WorkerConfig {
     pub engine: EngineChoice,
     /// Lanes of each link; the smaller of two workers' counts.
     pub lanes_per_link: u16,
+    /// Lanes that a room borrows at this decode worker; with more than one, parts of a lost lane go
+    /// to another at once.
+    pub lanes_per_room: u16,
     /// Aim for the size of a part; the decode's word counts.
     pub part_bytes: u64,
     /// Longest life of a room.
@@ -67,6 +70,7 @@ impl WorkerConfig {
             pool,
             engine,
             lanes_per_link: limits::LANES_PER_LINK,
+            lanes_per_room: limits::LANES_PER_ROOM,
             part_bytes: limits::PART_BYTES,
             room_deadline_ms: limits::ROOM_DEADLINE_MS,
             reset_key: None,
@@ -172,7 +176,7 @@ impl About {
 pub(crate) fn start<A>(
     config: WorkerConfig,
     role: Role,
-    make: impl FnOnce(Parts, &mut Context<A>) -> A + Send + 'static,
+    make: impl FnOnce(Parts) -> A + Send + 'static,
 ) -> Result<Running<A>>
 where
     A: Actor<Context = Context<A>> + Handler<SessionIn> + Handler<EngineWake> + Handler<Stop>,
@@ -198,7 +202,7 @@ where
 
 async fn run<A>(
     config: WorkerConfig,
-    make: impl FnOnce(Parts, &mut Context<A>) -> A,
+    make: impl FnOnce(Parts) -> A,
     started: std::sync::mpsc::SyncSender<Result<Running<A>>>,
 ) where
     A: Actor<Context = Context<A>> + Handler<SessionIn> + Handler<EngineWake> + Handler<Stop>,
@@ -252,7 +256,7 @@ type Begun<A> = (Addr<A>, Endpoint, Registration, Option<String>);
 
 fn begin<A>(
     config: WorkerConfig,
-    make: impl FnOnce(Parts, &mut Context<A>) -> A,
+    make: impl FnOnce(Parts) -> A,
     load: watch::Sender<Load>,
     alive: oneshot::Sender<()>,
     fate: Fate,
@@ -311,7 +315,7 @@ where
         alive,
         seed: random(),
     };
-    let addr = A::create(|ctx| make(parts, ctx));
+    let addr = make(parts).start();
     let _ = actor.set(addr.clone());
     addr.do_send(EngineWake(true));
     Ok((addr, endpoint, record, service))

@@ -65,6 +65,7 @@ counters! {
     DuplicateRoom = "duplicate room refused", [];
     Unclaimed = "reservation not claimed", [];
     Full = "worker full", [];
+    Drain = "drain", [];
     LinkFailed = "link failed", [];
     LinkLost = "link lost", [0, 1, 2];
 }

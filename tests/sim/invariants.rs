@@ -11,6 +11,12 @@ pub(crate) enum Inv {
     BlocksBalance,
     /// 3: a room ends once on each side, in time, with a reason.
     EndsOnce,
+    /// 3: the reason is true.
+    TrueReason,
+    /// Without faults every room is done.
+    CalmIsDone,
+    /// 8: every call is answered once, in time.
+    Answered,
     /// 3: what routers and the prefill are told is what the decode decided.
     OneOutcome,
     /// 4: done means that every page holds the right bytes.

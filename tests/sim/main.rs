@@ -135,21 +135,20 @@ fn the_same_seed_is_the_same_run() {
 fn every_mutant_is_caught() {
     const SEEDS: u64 = 2_000;
     for (mutant, name) in MUTANTS {
-        let caught = (0..SEEDS).find_map(|seed| match judge(seed, mutant) {
-            Err((Some(inv), what)) => Some((seed, inv, what)),
-            _ => None,
-        });
-        let Some((seed, inv, what)) = caught else { panic!("{name} was not caught") };
-        println!("{name}: seed {seed}, {what}\n  {}", replay_line(seed, mutant));
         let expected: &[Inv] = match mutant {
-            Mutant::NoFence => &[Inv::LandsInGrant, Inv::BlocksBalance],
+            Mutant::NoFence => &[Inv::LandsInGrant],
             Mutant::NoGrantCheck => &[Inv::LandsInGrant, Inv::SentWhenFinal],
             Mutant::CreditTwice => &[Inv::LaneLentOnce],
             Mutant::PartsCounted => &[Inv::DoneIsComplete],
             Mutant::NotFinal => &[Inv::SentWhenFinal, Inv::SourceKept],
             Mutant::None => &[],
         };
-        assert!(expected.contains(&inv), "{name} was caught by {inv:?}");
+        let caught = (0..SEEDS).find_map(|seed| match judge(seed, mutant) {
+            Err((Some(inv), what)) if expected.contains(&inv) => Some((seed, what)),
+            _ => None,
+        });
+        let Some((seed, what)) = caught else { panic!("{name} was not caught") };
+        println!("{name}: seed {seed}, {what}\n  {}", replay_line(seed, mutant));
         for seed in 0..=seed {
             assert!(judge(seed, Mutant::None).is_ok(), "{}", replay_line(seed, Mutant::None));
         }

@@ -10,6 +10,7 @@ use kvlane_proto::decode::{CallId, Lend, Output as DOut};
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
 use kvlane_proto::msg::peer::{Outcome, PeerFrame, PeerMsg};
 use kvlane_proto::prefill::{Chunk, Output as POut};
+use kvlane_proto::time::grantor_ms;
 use kvlane_proto::{
     BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, LinkId, PartId, Plan, Refusal, RoomId,
     Span,
@@ -72,6 +73,10 @@ pub(crate) struct DRoom {
 }
 
 impl DRoom {
+    /// A reservation that was only queued leaves nothing when it is refused.
+    pub(crate) fn began(&self) -> bool {
+        self.phase > 0 || self.grant != GrantId::NONE
+    }
     pub(crate) fn all_arrived(&self) -> bool {
         self.parts > 0 && self.arrived.count_ones() == self.parts
     }
@@ -135,7 +140,7 @@ impl World {
         if n > 0 && self.rng.per_mille(mischief / 8) {
             // A room number that somebody uses already, at the same workers.
             let other = &self.jobs[self.rng.range(0, n as u64 - 1) as usize];
-            if other.d == d && other.p == p {
+            if other.p == p {
                 room = other.room;
                 duplicate = true;
             }
@@ -147,6 +152,7 @@ impl World {
             self.cov.hit(C::Stale, 0);
         }
         let reserves = self.rng.per_mille(800);
+        let calm = self.prof.calm;
         let seq = self.by_room.get(&room).map_or(n as u32, |&j| self.jobs[j].seq);
         self.jobs.push(Job {
             room,
@@ -181,18 +187,19 @@ impl World {
         } else {
             self.legs(n, 60);
         }
-        if self.rng.per_mille(120) {
+        let often = if calm { 0 } else { 1 };
+        if self.rng.per_mille(120 * often) {
             act(self, 300, Act::Abort(0));
         } else if self.rng.per_mille(mischief / 8) {
             act(self, 0, Act::Abort(0));
         }
-        if self.rng.per_mille(60) {
+        if self.rng.per_mille(60 * often) {
             act(self, 400, Act::AbortDecode);
         }
-        if self.rng.per_mille(60) {
+        if self.rng.per_mille(60 * often) {
             act(self, 400, Act::AbortPrefill);
         }
-        if self.rng.per_mille(20) {
+        if self.rng.per_mille(20 * often) {
             act(self, 100, Act::AbortBy);
         }
         if self.rng.per_mille(mischief / 3) || duplicate {
@@ -210,7 +217,7 @@ impl World {
     fn legs(&mut self, job: usize, ms: u64) {
         let (d, p) = (self.jobs[job].d, self.jobs[job].p);
         let lossy = u64::from(self.prof.mischief > 0) * 30;
-        let late = |w: &mut Self| if w.rng.per_mille(80) { 700 } else { ms };
+        let late = |w: &mut Self| if !w.prof.calm && w.rng.per_mille(80) { 700 } else { ms };
         if !self.rng.per_mille(lossy) {
             let most = late(self);
             let at = self.after(0, most);
@@ -243,7 +250,11 @@ impl World {
                     room,
                     tokens: j.tokens,
                     prefill: j.address.clone(),
-                    wait_ms: *self.rng.pick(&[0, 50, 400, 2_000]),
+                    wait_ms: if self.prof.calm {
+                        self.prof.deadline_ms
+                    } else {
+                        *self.rng.pick(&[0, 50, 400, 2_000])
+                    },
                     deadline_ms: self.prof.deadline_ms,
                 });
                 self.ask(job, act, body);
@@ -333,14 +344,20 @@ impl World {
         {
             self.cov.hit(C::KeyRepeated, 0);
         }
+        let wait_ms = match &body {
+            Call::Reserve(r) => r.wait_ms.max(self.prof.deadline_ms),
+            Call::Await { wait_ms, .. } => *wait_ms,
+            _ => 0,
+        };
+        self.d[d].waiting.insert(call, self.now + (wait_ms + wait_ms / 50 + 100) * 1_000_000);
         let before = (self.d[d].m.load(), self.d[d].m.active());
         let from = self.hosts[self.rnode(router)].identity.clone();
         let now = self.local(d);
         self.d[d].m.handle_event(now, DEvent::Call { call: CallId(call), from, body });
-        if let Some((room, deadline_ms)) = reserve {
-            if self.d[d].m.active() > before.1 {
-                self.new_room(d, room, deadline_ms);
-            }
+        if let Some((room, deadline_ms)) = reserve
+            && self.d[d].m.active() > before.1
+        {
+            self.new_room(d, room, deadline_ms);
         }
         let refused = self.drain_decode(d);
         if let (Some(_), Some(kind)) = (reserve, refused) {
@@ -376,7 +393,7 @@ impl World {
             stood_ns: self.hosts[d].stood_ns,
             deadline_ms: deadline_ms.min(self.prof.deadline_ms),
         };
-        if self.d[d].rooms.insert(room, fresh).is_some_and(|r| r.phase != 7) {
+        if self.d[d].rooms.insert(room, fresh).is_some_and(|r| r.began() && r.phase != 7) {
             self.fails(Inv::EndsOnce, || format!("room {room} starts twice"));
         }
     }
@@ -388,13 +405,13 @@ impl World {
         }
         let (d, room) = (self.jobs[job].d, self.jobs[job].room);
         match (act, reply) {
-            (Act::Reserve(_), Ok(Reply::Reserved { .. })) => {
-                if !std::mem::replace(&mut self.jobs[job].answered, true) {
-                    self.legs(job, 40);
-                    if self.rng.per_mille(600) {
-                        let (at, node) = (self.after(0, 100), self.rnode(router));
-                        self.push(at, Some(node), Ev::Job { job, act: Act::Await(0) });
-                    }
+            (Act::Reserve(_), Ok(Reply::Reserved { .. }))
+                if !std::mem::replace(&mut self.jobs[job].answered, true) =>
+            {
+                self.legs(job, 40);
+                if self.rng.per_mille(600) {
+                    let (at, node) = (self.after(0, 100), self.rnode(router));
+                    self.push(at, Some(node), Ev::Job { job, act: Act::Await(0) });
                 }
             }
             (Act::Reserve(_), Err(why)) => {
@@ -515,6 +532,13 @@ impl World {
                 }
                 DOut::Send { link, msg } => self.link_sends(link.0 as usize, 0, msg),
                 DOut::Reply { call, reply } => {
+                    let stood = self.hosts[d].stood_ns;
+                    match self.d[d].waiting.remove(&call.0) {
+                        Some(due) if self.now <= due + stood => {}
+                        due => self.fails(Inv::Answered, || {
+                            format!("call {call:?} is answered with {reply:?}, due {due:?}")
+                        }),
+                    }
                     if let Err(why) = &reply {
                         refused = Some(why.kind);
                     }
@@ -682,8 +706,10 @@ impl World {
         };
         let slack_ms = 300 + 3 * self.prof.fence_ms + (stood - r.stood_ns) / 1_000_000;
         let took_ms = (now - r.since) / 1_000_000;
-        let late = took_ms > r.deadline_ms + r.deadline_ms / 50 + slack_ms;
-        let (blocks, parts, sid, span) = (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span);
+        let deadline_ms = r.deadline_ms;
+        let late = took_ms > deadline_ms + r.deadline_ms / 50 + slack_ms;
+        let (blocks, parts, sid, span, arrived) =
+            (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span, r.arrived);
         if late || outcome.why().is_some_and(|w| w.text.is_empty()) {
             self.fails(Inv::EndsOnce, || format!("room {room} took {took_ms} ms: {outcome:?}"));
         }
@@ -722,6 +748,18 @@ impl World {
                 self.cov.hit(C::Failed, kind);
                 if why.kind == ErrorKind::LeaseExpired {
                     self.cov.hit(C::LeaseExpiry, kind);
+                }
+                let complete = sid.is_some() && arrived.count_ones() == parts;
+                if why.kind == ErrorKind::Incomplete && complete && why.text.contains("ended early")
+                {
+                    self.fails(Inv::TrueReason, || format!("{room} has all its parts: {why}"));
+                }
+                // What remains: a pool or a pair of lanes with too many takers.
+                let crowded = matches!(why.kind, ErrorKind::Busy | ErrorKind::DeadlineExceeded)
+                    || why.text.contains("deadline")
+                    || took_ms + 500 > deadline_ms;
+                if self.prof.calm && !crowded {
+                    self.fails(Inv::CalmIsDone, || format!("{room} failed: {why}"));
                 }
                 if why.text.contains("decode leg did not come") {
                     self.cov.hit(C::Unclaimed, 0);
@@ -780,7 +818,7 @@ impl World {
                 chunks: Vec::new(),
                 planned: false,
                 next: 0,
-                early: self.rng.per_mille(40),
+                early: !self.prof.calm && self.rng.per_mille(40),
                 since: self.now,
                 stood_ns: self.hosts[node].stood_ns,
             };
@@ -1019,6 +1057,17 @@ impl World {
         if side == 1 {
             return;
         }
+        // What the decode promises, in true time: its own clock may run fast.
+        let promise = match &frame.msg {
+            PeerMsg::Offer(o) => Some((o.grant, o.lease_ms)),
+            PeerMsg::Renew { grant, lease_ms, .. } => Some((*grant, *lease_ms)),
+            _ => None,
+        };
+        if let Some((grant, lease_ms)) = promise {
+            let host = &self.hosts[self.sessions[sid].d];
+            let until = host.when(host.local(self.now).plus_ms(grantor_ms(lease_ms)));
+            self.promised.insert((sid, grant), until);
+        }
         if let PeerMsg::Ended { room, grant, outcome } = &frame.msg {
             let done = outcome.is_done();
             let before = *self.said.entry((sid, *room, *grant)).or_insert(done);
@@ -1047,6 +1096,11 @@ impl World {
                 format!("prefill {p} posts at {now:?} under a lease until {until:?}")
             });
         }
+        if self.promised.get(&(sid, grant)).is_none_or(|&until| self.now >= until) {
+            self.fails(Inv::LeaseHeld, || {
+                format!("prefill {p} posts for {grant} after what the decode promised")
+            });
+        }
         if self.lease_over.contains(&(sid, grant)) {
             self.fails(Inv::LeaseHeld, || {
                 format!("prefill {p} posts for {grant}, whose lease the decode has ended")
@@ -1062,16 +1116,13 @@ impl World {
             .filter(|r| r.granted == Some(sid))
             .map(|r| r.next as u32)
             .sum();
-        match self.p[p].posted.insert((sid, grant, part), (lane, chunks)) {
-            Some((before, then)) => {
-                if before != lane {
-                    self.cov.hit(C::Failover, kind);
-                }
-                if chunks > then {
-                    self.cov.hit(C::RetryOverChunk, kind);
-                }
+        if let Some((before, then)) = self.p[p].posted.insert((sid, grant, part), (lane, chunks)) {
+            if before != lane {
+                self.cov.hit(C::Failover, kind);
             }
-            None => {}
+            if chunks > then {
+                self.cov.hit(C::RetryOverChunk, kind);
+            }
         }
     }
 

@@ -165,7 +165,7 @@ impl Cluster {
         };
         let registration = &first.view.registration;
         Ok(Self {
-            model: registration.layout.model.clone(),
+            model: models::name(&registration.layout),
             engine: registration.engines.join(", "),
             layout: registration.layout.clone(),
             pool_blocks: view

@@ -83,6 +83,9 @@ pub(crate) struct Args {
     /// Connections to each peer
     #[arg(long, default_value_t = limits::LANES_PER_LINK)]
     lanes: u16,
+    /// Connections that a room borrows
+    #[arg(long, default_value_t = limits::LANES_PER_ROOM)]
+    lanes_per_room: u16,
     /// File with the key that lets a restarted worker end its old connections; made if missing
     #[arg(long, value_name = "FILE")]
     reset_key: Option<std::path::PathBuf>,
@@ -154,6 +157,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     config.service.clone_from(&args.service);
     config.serving = server.address().to_string();
     config.lanes_per_link = args.lanes;
+    config.lanes_per_room = args.lanes_per_room;
     if let Some(file) = &args.reset_key {
         config.reset_key = Some(load_reset_key(file)?);
     }

@@ -80,6 +80,14 @@ pub(crate) fn layout(name: &str, page_tokens: u32) -> Result<Layout> {
     Ok(layout)
 }
 
+/// The name under which [`layout`] gives a layout.
+pub(crate) fn name(layout: &Layout) -> String {
+    match layout.dtype {
+        Dtype::Fp8E4m3 | Dtype::Fp8E5m2 => format!("{}-fp8", layout.model),
+        Dtype::Bf16 | Dtype::Fp16 => layout.model.clone(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -102,6 +110,7 @@ mod tests {
             let l = layout(name, 16).unwrap();
             assert_eq!(l.block_bytes() / 16, token_bytes, "{name}");
             assert_eq!(l.page_bytes(), page_bytes, "{name}");
+            assert_eq!(super::name(&l), name);
             assert_eq!(layout(name, 64).unwrap().page_bytes(), 4 * page_bytes, "{name}");
         }
         assert_eq!(names().collect::<Vec<_>>(), table.map(|(name, ..)| name.to_string()));

@@ -282,6 +282,7 @@ pub enum Output<Q> {
         grant: GrantId,
     },
     /// The source blocks of the room may change: with a proof, or because nothing was ever posted.
+    /// After [`Output::Withheld`] it may still follow, also when the room has ended.
     Released {
         /// The room.
         room: RoomId,
@@ -412,7 +413,8 @@ pub struct Prefill<Q> {
     /// How rooms ended.
     ended: Memory<RoomId, Past>,
     draining: bool,
-    withheld_rooms: u32,
+    /// Source blocks of grants that did not become quiet in time; the proof may still come.
+    withheld: HashMap<(LinkId, GrantId), (RoomId, u32)>,
     retries: u64,
     rng: u64,
     out: VecDeque<Output<Q>>,
@@ -430,7 +432,7 @@ impl<Q> Prefill<Q> {
             timers: BTreeSet::new(),
             ended: Memory::new(limits::TOMBSTONES_MAX),
             draining: false,
-            withheld_rooms: 0,
+            withheld: HashMap::new(),
             retries: 0,
             out: VecDeque::new(),
         }
@@ -460,7 +462,7 @@ impl<Q> Prefill<Q> {
             rooms: self.rooms.len() as u32,
             queued: self.rooms.values().filter(|r| r.held.is_none()).count() as u32,
             free_lanes: 0,
-            quarantined_blocks: self.withheld_rooms,
+            quarantined_blocks: self.withheld.values().map(|w| w.1).sum(),
             draining: self.draining,
         }
     }
@@ -543,10 +545,10 @@ impl<Q> Prefill<Q> {
                 }
             }
             Event::LaneUp { link, lane } => {
-                if let Some(l) = self.links.get_mut(&link) {
-                    if l.down.remove(&lane) {
-                        l.renewed.insert(lane, now);
-                    }
+                if let Some(l) = self.links.get_mut(&link)
+                    && l.down.remove(&lane)
+                {
+                    l.renewed.insert(lane, now);
                 }
                 for room in self.rooms_of(link) {
                     self.pump(now, room);
@@ -696,9 +698,11 @@ impl<Q> Prefill<Q> {
         };
         let Some(r) = self.rooms.get_mut(&chunk.room) else {
             return Err(match self.ended.get(&chunk.room) {
-                Some(Past { outcome, .. }) => Error::new(ErrorKind::RoomEnded, "the room has ended")
-                    .with("room", chunk.room)
-                    .with("outcome", describe(outcome)),
+                Some(Past { outcome, .. }) => {
+                    Error::new(ErrorKind::RoomEnded, "the room has ended")
+                        .with("room", chunk.room)
+                        .with("outcome", describe(outcome))
+                }
                 None => Error::new(ErrorKind::NotFound, "no such room").with("room", chunk.room),
             });
         };
@@ -1261,6 +1265,10 @@ impl<Q> Prefill<Q> {
     }
 
     fn quiesced(&mut self, now: Time, link: LinkId, grant: GrantId, proof: Q) {
+        if let Some((room, _)) = self.withheld.remove(&(link, grant)) {
+            self.out.push_back(Output::Released { room, proof: Some(proof) });
+            return;
+        }
         let Some(&room) = self.by_grant.get(&(link, grant)) else { return };
         let resend_ms = self.config.resend_ms;
         let Some(r) = self.rooms.get_mut(&room) else { return };
@@ -1302,9 +1310,10 @@ impl<Q> Prefill<Q> {
         }
         let to = match &r.held {
             Some(h) => Some((h.link, h.offer.grant)),
-            None => r.decode.as_ref().and_then(|d| {
-                newest_link(&self.links, d).map(|id| (id, GrantId::NONE))
-            }),
+            None => r
+                .decode
+                .as_ref()
+                .and_then(|d| newest_link(&self.links, d).map(|id| (id, GrantId::NONE))),
         };
         if let Some((link, grant)) = to {
             let msg = PeerMsg::Abort { room, grant, why: why.clone() };
@@ -1425,14 +1434,18 @@ impl<Q> Prefill<Q> {
                     .with("quiet_ms", self.config.quiet_ms)
                     .blamed(Blame::Prefill)
                     .to_refusal();
-                self.withheld_rooms += 1;
                 r.phase = Phase::Quiet;
                 r.released = true;
                 r.outcome.get_or_insert(Outcome::Unknown { why: why.clone() });
                 if let Some(h) = &mut r.held {
                     h.tainted = true;
+                    // An offer without a leg has no source.
+                    if let Some(source) = &r.source {
+                        let withheld = (room, source.declared());
+                        self.withheld.insert((h.link, h.offer.grant), withheld);
+                        self.out.push_back(Output::Withheld { room, why });
+                    }
                 }
-                self.out.push_back(Output::Withheld { room, why });
                 self.say_quiet(room);
                 self.end(room);
             }
@@ -1494,6 +1507,9 @@ fn newest_link(links: &HashMap<LinkId, Link>, decode: &Identity) -> Option<LinkI
 }
 
 impl Source {
+    fn declared(&self) -> u32 {
+        self.ids.iter().filter(|&&id| id != NOT_DECLARED).count() as u32
+    }
     /// Blocks at the start of the prompt that are final once `tokens` are declared.
     fn final_blocks(&self, tokens: u32, page_tokens: u32, early: bool) -> u32 {
         if tokens == self.tokens || early {
@@ -1518,5 +1534,156 @@ impl Room {
             deadline,
             armed: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::Incarnation;
+    use crate::layout::small_layout;
+    use crate::plan::Span;
+
+    const LINK: LinkId = LinkId(1);
+    const ROOM: RoomId = RoomId(7);
+    const GRANT: GrantId = GrantId(9);
+    const LANE: LaneId = LaneId(0);
+
+    fn at(ms: u64) -> Time {
+        Time(0).plus_ms(ms)
+    }
+    /// A worker whose proofs are nothing, with one link.
+    fn worker(path: DataPath) -> Prefill<()> {
+        let mut m = Prefill::new(PrefillConfig::new(small_layout(), 16, 1));
+        let identity = Identity::new("c", Role::Decode, "d", 0).unwrap();
+        let peer = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
+        m.handle_event(at(0), Event::LinkUp { link: LINK, peer, path, part_bytes: 1 });
+        m
+    }
+    fn outputs(m: &mut Prefill<()>) -> Vec<Output<()>> {
+        std::iter::from_fn(|| m.poll_output()).collect()
+    }
+    fn offer(m: &mut Prefill<()>, now: Time, echo_sent: Time) {
+        let offer = Offer {
+            room: ROOM,
+            grant: GRANT,
+            issuer: None,
+            span: Span { tokens: 8, prefix_tokens: 0 },
+            blocks: BlockList::from_ids(&[1, 2]),
+            lanes: vec![(LANE, 1)],
+            credit_parts: 8,
+            lease_ms: 1_000,
+        };
+        let msg = PeerMsg::Offer(Box::new(offer));
+        m.handle_event(now, Event::Peer { link: LINK, msg, echo_sent });
+    }
+    fn attach(m: &mut Prefill<()>, now: Time) {
+        let (decode, issuer) = (None, None);
+        let ev = Event::Attach { room: ROOM, tokens: 8, decode, issuer, deadline_ms: 60_000 };
+        m.handle_event(now, ev);
+    }
+    fn chunk(m: &mut Prefill<()>, now: Time, tokens: Range<u32>, ids: &[u32]) {
+        let blocks = BlockList::from_ids(ids);
+        m.handle_event(now, Event::Chunk(Chunk { room: ROOM, tokens, layers: 0..4, blocks }));
+    }
+    fn posts(out: &[Output<()>]) -> usize {
+        out.iter().filter(|o| matches!(o, Output::Post { .. })).count()
+    }
+    fn ended(m: &mut Prefill<()>, now: Time) {
+        let outcome = Outcome::Failed { why: Refusal::new(ErrorKind::Aborted, "x"), bytes: 0 };
+        let msg = PeerMsg::Ended { room: ROOM, grant: GRANT, outcome };
+        m.handle_event(now, Event::Peer { link: LINK, msg, echo_sent: now });
+    }
+
+    #[test]
+    fn nothing_is_posted_after_the_lease_though_its_timer_is_late() {
+        let mut m = worker(DataPath::ReceiverCopies);
+        attach(&mut m, at(0));
+        offer(&mut m, at(0), at(0));
+        chunk(&mut m, at(1), 0..4, &[1]);
+        assert_eq!(posts(&outputs(&mut m)), 4);
+        chunk(&mut m, at(2_000), 4..8, &[2]);
+        assert_eq!(posts(&outputs(&mut m)), 0);
+        assert_eq!(m.poll_timeout(), Some(at(990)), "due at once");
+    }
+
+    #[test]
+    fn a_leg_that_comes_after_its_offer_was_given_up_gets_its_blocks_back() {
+        let mut m = worker(DataPath::ReceiverCopies);
+        offer(&mut m, at(0), at(0));
+        m.handle_timeout(at(1_000));
+        m.handle_event(at(1_001), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+        outputs(&mut m);
+        attach(&mut m, at(1_002));
+        ended(&mut m, at(1_003));
+        let out = outputs(&mut m);
+        let released = |o: &&Output<()>| matches!(o, Output::Released { .. });
+        assert_eq!(out.iter().filter(released).count(), 1, "{out:?}");
+        assert!(matches!(out.last(), Some(Output::Ended { .. })), "{out:?}");
+    }
+
+    #[test]
+    fn a_one_sided_grant_does_not_use_the_next_connection_of_its_lane() {
+        let mut m = worker(DataPath::OneSided);
+        attach(&mut m, at(0));
+        offer(&mut m, at(0), at(0));
+        chunk(&mut m, at(1), 0..8, &[1, 2]);
+        assert!(posts(&outputs(&mut m)) > 0);
+        m.handle_event(at(2), Event::LaneDown { link: LINK, lane: LANE });
+        m.handle_event(at(3), Event::LaneUp { link: LINK, lane: LANE });
+        m.handle_timeout(at(900));
+        let out = outputs(&mut m);
+        assert_eq!(posts(&out), 0, "{out:?}");
+        let abort = |o: &Output<()>| matches!(o, Output::Send { msg: PeerMsg::Abort { .. }, .. });
+        assert!(out.iter().any(abort), "no lane is left: {out:?}");
+    }
+
+    #[test]
+    fn an_offer_that_may_be_older_than_its_lane_waits_for_its_repetition() {
+        let mut m = worker(DataPath::OneSided);
+        attach(&mut m, at(0));
+        m.handle_event(at(1), Event::LaneDown { link: LINK, lane: LANE });
+        m.handle_event(at(2), Event::LaneUp { link: LINK, lane: LANE });
+        outputs(&mut m);
+        offer(&mut m, at(3), at(1));
+        assert!(outputs(&mut m).is_empty(), "neither taken nor refused");
+        offer(&mut m, at(200), at(100));
+        assert!(outputs(&mut m).iter().any(|o| matches!(o, Output::Granted { .. })));
+    }
+
+    #[test]
+    fn what_was_said_of_a_grant_is_not_improved_when_it_is_repeated() {
+        let mut m = worker(DataPath::OneSided);
+        attach(&mut m, at(0));
+        offer(&mut m, at(0), at(0));
+        chunk(&mut m, at(1), 0..8, &[1, 2]);
+        m.handle_event(at(2), Event::LaneDown { link: LINK, lane: LANE });
+        m.handle_event(at(3), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+        for ms in [4, 5, 6] {
+            ended(&mut m, at(ms));
+            let out = outputs(&mut m);
+            let said = out.iter().filter_map(|o| match o {
+                Output::Send { msg: PeerMsg::Quiesced { clean, .. }, .. } => Some(*clean),
+                _ => None,
+            });
+            let said: Vec<bool> = said.collect();
+            assert!(!said.is_empty() && said.iter().all(|clean| !clean), "{out:?}");
+        }
+    }
+
+    #[test]
+    fn a_late_proof_releases_withheld_blocks() {
+        let mut m = worker(DataPath::OneSided);
+        attach(&mut m, at(0));
+        offer(&mut m, at(0), at(0));
+        chunk(&mut m, at(1), 0..8, &[1, 2]);
+        ended(&mut m, at(2));
+        m.handle_timeout(at(3 + limits::FENCE_MS));
+        assert!(outputs(&mut m).iter().any(|o| matches!(o, Output::Withheld { .. })));
+        assert_eq!(m.load().quarantined_blocks, 2);
+        m.handle_event(at(9_000), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+        let out = outputs(&mut m);
+        assert!(matches!(out[..], [Output::Released { proof: Some(()), .. }]), "{out:?}");
+        assert_eq!(m.load().quarantined_blocks, 0);
     }
 }

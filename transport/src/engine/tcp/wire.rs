@@ -215,6 +215,7 @@ impl Header {
         let flags = r.u8()?;
         let fine = fine && flags & !FLAG_CRC == 0 && r.u16()? == 0;
         let (grant, part, bytes, crc) = (r.u64()?, r.u32()?, r.u32()?, r.u32()?);
+        let fine = fine && (flags & FLAG_CRC != 0 || crc == 0);
         (fine && r.u32()? == 0).then_some(Self {
             grant: GrantId(grant),
             part: PartId(part),
