@@ -11,6 +11,8 @@ use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
 use kvlane_transport::rpc::{CallExchange, Client, Failure, Target};
 use kvlane_transport::service_client::random;
 
+use serde_json::json;
+
 use super::legs::{Reply, Request, leg};
 use super::process::{CAP, Process, until, within};
 
@@ -107,7 +109,9 @@ impl Cluster {
             "--reset-key",
             &key,
         ]);
-        flags.extend(args(&["--model", "tiny", "--pool-mib", "8"]));
+        if !extra.contains(&"--model") {
+            flags.extend(args(&["--model", "tiny", "--pool-mib", "8"]));
+        }
         flags.extend(security(&self.trust, self.dir(), role, name));
         if matches!(self.trust, Trust::Nobody) {
             flags.extend(args(&["--name", name]));
@@ -172,6 +176,26 @@ impl Worker {
         (self.quic, self.serving) = (text("quic"), text("serving"));
         self.incarnation = text("incarnation");
         self.blocks = ready["blocks"].as_u64().unwrap() as u32;
+    }
+
+    /// Waits until it says that it is so busy.
+    pub(crate) async fn load(&self, what: &str, is: impl Fn(&Load) -> bool) {
+        let ask = async {
+            loop {
+                let stats = leg(&self.serving, json!({ "leg": "stats" })).await;
+                let load = stats.unwrap_or_else(|| panic!("{} is gone", self.identity)).load;
+                if is(&load) {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        within(&format!("{}: {what}", self.identity), ask).await;
+    }
+
+    /// Waits until it holds so many rooms.
+    pub(crate) async fn holds(&self, rooms: u32) {
+        self.load(&format!("{rooms} rooms"), |l| l.rooms == rooms).await;
     }
 
     /// Tokens that fill its pool.
@@ -247,13 +271,11 @@ impl Router {
         .await;
     }
 
-    /// Waits until a worker has reported that it is so busy.
-    pub(crate) async fn load(&self, worker: &Worker, what: &str, is: impl Fn(&Load) -> bool) {
-        until(&format!("{} reports {what}", worker.identity), || {
+    /// Waits until a worker is known here to drain.
+    pub(crate) async fn sees_draining(&self, worker: &Worker) {
+        until(&format!("{} is seen to drain", worker.identity), || {
             let view = self.coordinator.snapshot();
-            let m = view.worker(&worker.identity)?;
-            let same = m.key().incarnation.to_string() == worker.incarnation;
-            (same && is(&m.view.load)).then_some(())
+            view.worker(&worker.identity)?.view.load.draining.then_some(())
         })
         .await;
     }
@@ -262,9 +284,13 @@ impl Router {
         PairRequest {
             prefill: Some(prefill.identity.clone()),
             decode: Some(decode.identity.clone()),
-            wait: Duration::from_secs(10),
-            ..PairRequest::new(tokens)
+            ..Self::any(tokens)
         }
+    }
+
+    /// A request that waits in the queue.
+    pub(crate) fn any(tokens: u32) -> PairRequest {
+        PairRequest { wait: Duration::from_secs(10), ..PairRequest::new(tokens) }
     }
 
     /// Reserves a room with this pair; it runs on without the router.
@@ -321,10 +347,11 @@ impl Router {
             self.hand_off(prefill, decode, few),
         );
         let lanes = u32::from(kvlane_proto::limits::LANES_PER_LINK);
-        self.load(decode, "four free lanes, nothing else", |l| {
-            (l.rooms, l.queued, l.quarantined_blocks) == (0, 0, 0) && l.free_lanes >= lanes
-        })
-        .await;
-        self.load(prefill, "nothing in use", |l| (l.rooms, l.quarantined_blocks) == (0, 0)).await;
+        decode
+            .load("four free lanes, nothing else", |l| {
+                (l.rooms, l.queued, l.quarantined_blocks) == (0, 0, 0) && l.free_lanes >= lanes
+            })
+            .await;
+        prefill.load("nothing in use", |l| (l.rooms, l.quarantined_blocks) == (0, 0)).await;
     }
 }

@@ -44,22 +44,16 @@ async fn a_worker_told_to_end_finishes_its_rooms_and_takes_no_new_ones() {
         };
         let (to_prefill, to_decode) = (begun.prefill_leg(), begun.decode_leg());
         let (prefill_serving, decode_serving) = (prefill.serving.clone(), decode.serving.clone());
-        let (ending, first, second, new_leg) = match role {
-            Role::Decode => (
-                &mut decode,
-                (&decode_serving, to_decode),
-                (&prefill_serving, to_prefill),
-                new.decode_leg(),
-            ),
-            _ => (
-                &mut prefill,
-                (&prefill_serving, to_prefill),
-                (&decode_serving, to_decode),
-                new.prefill_leg(),
-            ),
+        let (first, second, new_leg) = match role {
+            Role::Decode => {
+                ((&decode_serving, to_decode), (&prefill_serving, to_prefill), new.decode_leg())
+            }
+            _ => ((&prefill_serving, to_prefill), (&decode_serving, to_decode), new.prefill_leg()),
         };
         let waits = Leg::send(first.0, first.1).await.unwrap();
-        router.load(ending, "a room", |l| l.rooms >= 1).await;
+        // A decode leg that has come shows here, too: as an offer.
+        prefill.holds(1).await;
+        let ending = if role == Role::Decode { &mut decode } else { &mut prefill };
         let asked = kvlane_coordinator::PairRequest::new(TOKENS);
         let reserved = within("a reservation", router.coordinator.reserve(asked)).await.unwrap();
         ending.process.signal("TERM");
@@ -79,7 +73,7 @@ async fn a_worker_told_to_end_finishes_its_rooms_and_takes_no_new_ones() {
         refused.assert_failed(&[ErrorKind::Draining]);
         let blamed = if role == Role::Decode { Blame::Decode } else { Blame::Prefill };
         assert_eq!(refused.why().blame, blamed, "{refused:?}");
-        router.load(ending, "that it drains", |l| l.draining).await;
+        router.sees_draining(ending).await;
         let asked = kvlane_coordinator::PairRequest::new(TOKENS);
         let e = within("a reservation", router.coordinator.reserve(asked)).await.unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Draining, "{e}");
@@ -102,7 +96,7 @@ async fn a_second_signal_ends_a_worker_at_once_and_its_peer_is_told() {
     let (prefill, mut decode) = pair(&cluster, &router, &[]).await;
     let request = router.reserve(&prefill, &decode, TOKENS).await;
     let waits = Leg::send(&decode.serving, request.decode_leg()).await.unwrap();
-    router.load(&decode, "a room", |l| l.rooms == 1).await;
+    prefill.holds(1).await;
     decode.process.signal("TERM");
     drains(&decode).await;
     decode.process.signal("TERM");
@@ -180,7 +174,7 @@ async fn a_service_that_is_away_costs_nobody_a_room() {
         let mut first = None;
         if let Some((role, worker, sent)) = early {
             first = Some((role, Leg::send(&worker.serving, sent).await.unwrap()));
-            router.load(worker, "a room", |l| l.rooms == 1).await;
+            prefill.holds(1).await;
         }
         cluster.bootstrap.kill().await;
         let (p, d) = match first {

@@ -8,6 +8,9 @@ use kvlane_proto::{Blame, ErrorKind, Outcome, Role, RoomId};
 use super::cluster::{Cluster, Ended, POOL_PAGES, POOL_TOKENS, Router, Worker};
 use super::legs::leg;
 use super::process::{CAP, within};
+use super::router_process;
+
+const TOKENS: u32 = 900;
 
 /// Small rooms between two workers that nothing happens to, one after the other, while `work` runs.
 async fn beside<T>(router: &Router, pair: (&Worker, &Worker), work: impl Future<Output = T>) -> T {
@@ -15,7 +18,7 @@ async fn beside<T>(router: &Router, pair: (&Worker, &Worker), work: impl Future<
     let rooms = async {
         let mut rooms = 0;
         while !over.get() || rooms == 0 {
-            router.hand_off(pair.0, pair.1, 900).await;
+            router.hand_off(pair.0, pair.1, TOKENS).await;
             rooms += 1;
         }
     };
@@ -201,4 +204,49 @@ async fn a_killed_decode_costs_its_own_rooms_only() {
         }
     };
     beside(&router, (&beside_them.0, &beside_them.1), work).await;
+}
+
+#[tokio::test]
+async fn a_killed_router_leaves_nothing_behind() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    let (prefill, decode) = bystanders(&cluster, &router).await;
+    router.assert_clean(&prefill, &decode).await;
+    let (p, d) = (Role::Prefill, Role::Decode);
+    // Which legs it sends before it dies, and which of the others come all the same, from somebody
+    // who lives.
+    let cases: [(&[Role], &[Role]); 6] =
+        [(&[], &[]), (&[p], &[]), (&[d], &[]), (&[p, d], &[]), (&[], &[p, d]), (&[p], &[d])];
+    for (n, (its, others)) in cases.into_iter().enumerate() {
+        eprintln!("router killed after {its:?}; then {others:?}");
+        let name = format!("killed-{n}");
+        let started = router_process::start(&cluster, &name, &prefill, &decode, TOKENS, its);
+        let (mut process, request) = started.await;
+        process.kill().await;
+        let p_late = async {
+            match others.contains(&p) {
+                true => leg(&prefill.serving, request.prefill_leg()).await,
+                false => None,
+            }
+        };
+        let d_late = async {
+            match others.contains(&d) {
+                true => leg(&decode.serving, request.decode_leg()).await,
+                false => None,
+            }
+        };
+        let (p_late, d_late) = tokio::join!(p_late, d_late);
+        if let (Some(p), Some(d)) = (&p_late, &d_late) {
+            // It was reserved, and both legs live: nobody needs the router any more.
+            assert!(p.is_done() && d.is_done(), "{p:?} {d:?}");
+        } else if let Some(d) = d_late {
+            // Its own leg hung up when it died.
+            d.assert_failed(&[ErrorKind::Aborted, ErrorKind::RoomEnded]);
+            assert!(d.why().text.contains("hung up"), "{d:?}");
+        }
+        // Also of the reservation that nobody claimed.
+        prefill.holds(0).await;
+        decode.holds(0).await;
+        router.assert_clean(&prefill, &decode).await;
+    }
 }

@@ -1,9 +1,9 @@
 //! Legs of requests, as a router sends them to the stand-ins, and what comes back.
 
 use kvlane_coordinator::Handoff;
-use kvlane_proto::msg::service::WorkerAddress;
+use kvlane_proto::msg::service::{Load, WorkerAddress};
 use kvlane_proto::{ErrorKind, Outcome, Refusal};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
@@ -21,6 +21,7 @@ pub(crate) struct Reply {
     #[allow(dead_code)]
     pub(crate) retries: u64,
     pub(crate) quarantined_blocks: u64,
+    pub(crate) load: Load,
 }
 
 impl Reply {
@@ -45,7 +46,7 @@ impl Reply {
 }
 
 /// One request, before it is split into legs.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Request {
     pub(crate) room: u64,
     pub(crate) tokens: u32,

@@ -17,4 +17,5 @@ mod certificates;
 mod ends;
 mod kills;
 mod rooms;
+mod router_process;
 mod routers;

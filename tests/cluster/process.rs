@@ -47,12 +47,16 @@ pub(crate) struct Process {
 impl Process {
     /// Starts `kvlane` with these arguments; its log goes to `dir`.
     pub(crate) fn spawn(dir: &Path, name: &str, args: &[String]) -> Self {
+        let mut command = Command::new(super::binary::path());
+        command.args(args).arg("--until-stdin-closes").env("RUST_LOG", "info");
+        Self::spawn_command(dir, name, command)
+    }
+
+    /// Starts a program that ends when its standard input does.
+    pub(crate) fn spawn_command(dir: &Path, name: &str, mut command: Command) -> Self {
         let log = dir.join(format!("{name}.log"));
         let file = std::fs::File::options().create(true).append(true).open(&log).unwrap();
-        let mut child = Command::new(super::binary::path())
-            .args(args)
-            .arg("--until-stdin-closes")
-            .env("RUST_LOG", "info")
+        let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(file)

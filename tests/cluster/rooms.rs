@@ -48,6 +48,7 @@ impl Pair {
     async fn send_prefill(&self, r: &Request) -> Leg {
         Leg::send(&self.prefill.serving, r.prefill_leg()).await.unwrap()
     }
+    /// A decode leg that has come shows at the prefill, too: as an offer.
     async fn send_decode(&self, r: &Request) -> Leg {
         Leg::send(&self.decode.serving, r.decode_leg()).await.unwrap()
     }
@@ -55,10 +56,6 @@ impl Pair {
         let p = self.send_prefill(r).await;
         self.send_decode(r).await.reply().await.unwrap().assert_done(PAGES);
         p.reply().await.unwrap().assert_done(0);
-    }
-    /// Waits until a worker has reported so many rooms.
-    async fn holds(&self, worker: &Worker, rooms: u32) {
-        self.router.load(worker, &format!("{rooms} rooms"), |l| l.rooms == rooms).await;
     }
 }
 
@@ -104,12 +101,12 @@ async fn either_leg_may_come_first_and_a_missing_one_is_named() {
         for r in [reserved, pair.free(100 + n)] {
             if n == 0 {
                 let p = pair.send_prefill(&r).await;
-                pair.holds(&pair.prefill, 1).await;
+                pair.prefill.holds(1).await;
                 pair.send_decode(&r).await.reply().await.unwrap().assert_done(PAGES);
                 p.reply().await.unwrap().assert_done(0);
             } else {
                 let d = pair.send_decode(&r).await;
-                pair.holds(&pair.decode, 1).await;
+                pair.prefill.holds(1).await;
                 pair.send_prefill(&r).await.reply().await.unwrap().assert_done(0);
                 d.reply().await.unwrap().assert_done(PAGES);
             }
@@ -157,16 +154,16 @@ async fn a_client_that_hangs_up_ends_both_legs_whenever_it_does() {
         };
         let r = next(1).await;
         let p = pair.send_prefill(&r).await;
-        pair.holds(&pair.prefill, 1).await;
+        pair.prefill.holds(1).await;
         drop(p);
-        pair.holds(&pair.prefill, 0).await;
+        pair.prefill.holds(0).await;
         let late = pair.send_decode(&r).await.reply().await.unwrap();
         late.assert_failed(&[ErrorKind::Aborted, ErrorKind::RoomEnded]);
         assert!(late.why().text.contains("hung up"), "{late:?}");
 
         let r = next(2).await;
         let d = pair.send_decode(&r).await;
-        pair.holds(&pair.decode, 1).await;
+        pair.prefill.holds(1).await;
         drop(d);
         let late = pair.send_prefill(&r).await.reply().await.unwrap();
         late.assert_failed(&[ErrorKind::Aborted]);
@@ -208,7 +205,7 @@ async fn a_second_leg_of_a_room_is_refused_and_the_first_goes_on() {
     let pair = Pair::start().await;
     let r = pair.router.reserve(&pair.prefill, &pair.decode, TOKENS).await;
     let d = pair.send_decode(&r).await;
-    pair.holds(&pair.decode, 1).await;
+    pair.prefill.holds(1).await;
     let again = pair.send_decode(&r).await.reply().await.unwrap();
     again.assert_failed(&[ErrorKind::DuplicateRoom]);
     pair.send_prefill(&r).await.reply().await.unwrap().assert_done(0);
@@ -216,7 +213,7 @@ async fn a_second_leg_of_a_room_is_refused_and_the_first_goes_on() {
 
     let r = pair.free(7);
     let p = pair.send_prefill(&r).await;
-    pair.holds(&pair.prefill, 1).await;
+    pair.prefill.holds(1).await;
     let again = pair.send_prefill(&r).await.reply().await.unwrap();
     again.assert_failed(&[ErrorKind::DuplicateRoom]);
     pair.send_decode(&r).await.reply().await.unwrap().assert_done(PAGES);
@@ -233,12 +230,12 @@ async fn prompts_of_different_lengths_are_refused_with_both() {
         let (p, d);
         if prefill_first {
             p = pair.send_prefill(&longer).await;
-            pair.holds(&pair.prefill, 1).await;
+            pair.prefill.holds(1).await;
             d = pair.send_decode(&r).await;
         } else {
             d = pair.send_decode(&r).await;
             // The prefill has the offer.
-            pair.holds(&pair.prefill, 1).await;
+            pair.prefill.holds(1).await;
             p = pair.send_prefill(&longer).await;
         }
         // Whoever comes second is refused; then the router, which knows, gives the room up.
@@ -249,7 +246,7 @@ async fn prompts_of_different_lengths_are_refused_with_both() {
         assert!(text.contains("prefill_tokens=816, decode_tokens=800"), "{text}");
         pair.router.coordinator.abort_room(RoomId(r.room), "a leg was refused");
         first.reply().await.unwrap().assert_failed(&[ErrorKind::InvalidPlan, ErrorKind::Aborted]);
-        pair.holds(&pair.prefill, 0).await;
+        pair.prefill.holds(0).await;
     }
     pair.router.assert_clean(&pair.prefill, &pair.decode).await;
 }

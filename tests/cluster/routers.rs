@@ -27,7 +27,7 @@ async fn a_router_may_neither_end_nor_take_another_routers_room() {
     let foreign = Caller::new(Role::Router, "foreign");
     let r = router.reserve(&prefill, &decode, TOKENS).await;
     let waits = Leg::send(&prefill.serving, r.prefill_leg()).await.unwrap();
-    router.load(&prefill, "a room", |l| l.rooms == 1).await;
+    prefill.holds(1).await;
     let abort = || Call::Abort { room: RoomId(r.room), reason: "mine now".into() };
     for worker in [&prefill, &decode] {
         let e = foreign.ask(worker, abort()).await.unwrap_err();
@@ -84,7 +84,8 @@ async fn an_abort_by_the_issuer_reaches_both_legs_whenever_it_comes() {
             _ => ((&decode, r.decode_leg()), (&prefill, r.prefill_leg())),
         };
         let waits = Leg::send(&first.0.serving, first.1).await.unwrap();
-        router.load(first.0, "a room", |l| l.rooms == 1).await;
+        // A decode leg that has come shows here, too: as an offer.
+        prefill.holds(1).await;
         assert!(!other.coordinator.abort_room(RoomId(r.room), "not its own"));
         assert!(router.coordinator.abort_room(RoomId(r.room), "changed its mind"));
         aborted(waits.reply().await.unwrap());

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kvlane_proto::msg::service::WorkerAddress;
+use kvlane_proto::msg::service::{Load, WorkerAddress};
 use kvlane_proto::{Error, ErrorKind, Outcome, Refusal, Result};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -55,6 +55,8 @@ pub(crate) struct LegReply {
     pub(crate) retries: u64,
     /// Blocks that this worker withholds.
     pub(crate) quarantined_blocks: u64,
+    /// How busy the worker is.
+    pub(crate) load: Load,
 }
 
 /// Reads one line, bounded; `None` at the end.

@@ -153,6 +153,7 @@ async fn handle(
     if let Err(e) = end {
         reply.error = Some(e.to_refusal());
     }
+    reply.load = worker.load();
     match worker {
         Worker::Prefill(handle) => reply.retries = handle.retries(),
         Worker::Decode(handle) => reply.quarantined_blocks = handle.quarantine().blocks(),
