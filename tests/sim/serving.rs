@@ -754,7 +754,7 @@ impl World {
                     self.cov.hit(C::PartialPage, kind);
                 }
                 if let Some(s) = sid {
-                    let key = (room, self.sessions[s].p, self.sessions[s].inc[1]);
+                    let key = (room, self.sessions[s].p, self.sessions[s].inc[1], d);
                     self.done_at.insert(key);
                     if self.failed_at.contains(&key) {
                         self.fails(Inv::OneOutcome, || {
@@ -1046,9 +1046,16 @@ impl World {
         if !released && !withheld {
             self.fails(Inv::BlocksBalance, || format!("{room} ended, its source did not return"));
         }
-        let key = (room, p, inc);
+        // A number that was used at another decode, without a leg, is not this leg's room.
+        let job = &self.jobs[self.p[p].rooms[&room].job];
+        let (named, job_d) = (job.names_decode, job.d);
+        let key = (room, p, inc, job_d);
+        let done = self
+            .done_at
+            .range((room, p, inc, 0)..=(room, p, inc, usize::MAX))
+            .any(|k| !named || k.3 == job_d);
         match outcome {
-            Outcome::Done { .. } if !self.done_at.contains(&key) => {
+            Outcome::Done { .. } if !done => {
                 self.fails(Inv::OneOutcome, || format!("prefill says that {room} is done"));
             }
             Outcome::Done { .. } => {}

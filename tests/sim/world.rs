@@ -235,8 +235,9 @@ pub(crate) struct World {
     pub(crate) bumped: BTreeSet<(usize, GrantId)>,
     /// Outcomes as decided: (decode, its start, room) → done.
     pub(crate) decided: BTreeMap<(usize, u32, RoomId), kvlane_proto::Outcome>,
-    pub(crate) done_at: BTreeSet<(RoomId, usize, u32)>,
-    pub(crate) failed_at: BTreeSet<(RoomId, usize, u32)>,
+    /// (room, prefill, its start, decode).
+    pub(crate) done_at: BTreeSet<(RoomId, usize, u32, usize)>,
+    pub(crate) failed_at: BTreeSet<(RoomId, usize, u32, usize)>,
     pub(crate) said: BTreeMap<(usize, RoomId, GrantId), bool>,
     /// Until when a grant lives by its grantor, in true time.
     pub(crate) promised: BTreeMap<(usize, GrantId), u64>,

@@ -40,6 +40,14 @@ impl<K: Hash + Eq + Clone, V> Memory<K, V> {
     pub fn get(&self, key: &K) -> Option<&V> {
         self.map.get(key)
     }
+    /// All entries, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
+        self.map.iter()
+    }
+    /// Looks up, to change.
+    pub fn get_mut(&mut self, key: &K) -> Option<&mut V> {
+        self.map.get_mut(key)
+    }
     /// Number of entries.
     pub fn len(&self) -> usize {
         self.map.len()

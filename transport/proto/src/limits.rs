@@ -38,6 +38,8 @@ pub const LANES_PER_LINK_MAX: u16 = 64;
 pub const ROOMS_MAX: usize = 8192;
 /// Most rooms for which one peer may make this side wait (offers nobody claimed yet).
 pub const ORPHANS_PER_LINK_MAX: usize = 1024;
+/// Words (4 bytes) of block lists of offers that nobody claimed yet, by link.
+pub const ORPHAN_WORDS_PER_LINK_MAX: usize = 1 << 20;
 /// Most reservations and lent rooms that queue for lanes.
 pub const QUEUE_MAX: usize = 4096;
 /// How many ended rooms are remembered.
