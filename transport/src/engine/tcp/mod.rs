@@ -35,6 +35,7 @@ use self::sender::{Outbound, Remote};
 use self::wire::{Blob, HELLO_BYTES, Hello, Token};
 use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
+use crate::random::{fill_random, random};
 use crate::sys::net;
 
 /// Connections that have not said who they are; the oldest makes way for the next.
@@ -178,7 +179,7 @@ impl TcpEngine {
             tokens: HashMap::new(),
             strangers: VecDeque::new(),
             quiescing: Vec::new(),
-            jitter: Jitter::new(u64::from_le_bytes(random()?)),
+            jitter: Jitter::new(random()),
             scrap: vec![0; SCRAP_BYTES],
             turns: 0,
             slept: true,
@@ -212,7 +213,8 @@ impl TcpEngine {
             );
         }
         let (side, blob) = if receiver {
-            let token: Token = random()?;
+            let mut token = Token::default();
+            fill_random(&mut token)?;
             self.tokens.insert(token, link);
             let side = Side::Receiver { token, lanes: (0..lanes).map(|_| None).collect() };
             (side, Blob { lanes, token, addresses: self.addresses.clone() })
@@ -453,13 +455,6 @@ fn no_link(link: LinkId) -> Error {
 }
 fn refused(why: &'static str) {
     metrics::counter!("kvlane_tcp_refused_connections", "why" => why).increment(1);
-}
-fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    getrandom::fill(&mut bytes).map_err(|e| {
-        Error::new(ErrorKind::Io, "the system gives no random bytes").with("reason", e)
-    })?;
-    Ok(bytes)
 }
 
 impl Engine for TcpEngine {
