@@ -228,7 +228,7 @@ impl Driver {
                 .map(ToString::to_string)
                 .or_else(|| panic.downcast_ref::<String>().cloned())
                 .unwrap_or_default();
-            metrics::counter!("kvlane_engine_panics", "engine" => name).increment(1);
+            metrics::counter!("kvlane_engine_panics_total", "engine" => name).increment(1);
             tracing::error!(engine = name, panic = text, "an engine's thread panicked");
             self.shared.ended.store(true, Ordering::Release);
             let e = Error::new(ErrorKind::Internal, "an engine's thread panicked")
