@@ -83,8 +83,10 @@ pub enum PeerMsg {
         room: RoomId,
         /// Its grant, or [`GrantId::NONE`].
         grant: GrantId,
-        /// Nothing posted can land any more. False if a lane was lost with writes in flight: only
-        /// the decode can make sure of those.
+        /// On one-sided paths, nothing posted can land any more; false if a lane was lost with
+        /// writes in flight: only the decode can make sure of those. Where the receiver copies, it
+        /// says less (whole parts may still stand in a socket), and the decode does not rely on it:
+        /// its closed grant stops those.
         clean: bool,
         /// The sender knows how the room ended. False asks for it; true is the last word, which
         /// is never answered, so that two sides cannot go on answering each other.

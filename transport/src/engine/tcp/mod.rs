@@ -186,7 +186,8 @@ impl TcpEngine {
             outbox: Vec::new(),
         })
     }
-    /// Revokes without this engine's thread.
+    /// Revokes without this engine's thread. kvlane's own workers do not use it: they fence by
+    /// command. It is for an owner that has to get blocks back while the engine's thread is stuck.
     pub fn revoke_handle(&self) -> RevokeHandle {
         RevokeHandle(self.pens.clone())
     }
@@ -403,7 +404,9 @@ impl TcpEngine {
         moved
     }
 
-    /// Ends quiesces: by nothing left, or past the deadline by destroying what holds them up.
+    /// Ends quiesces: by no part half-written, or past the deadline by destroying what holds them
+    /// up. Parts that are written in full may still stand in the socket: their source is not read
+    /// any more, and what becomes of them is the receiver's to say.
     fn quiesce(&mut self, now: Time, events: &mut Vec<EngineEvent>) -> bool {
         let before = self.quiescing.len();
         let Self { config, registry, links, jitter, quiescing, .. } = self;
@@ -454,7 +457,7 @@ fn no_link(link: LinkId) -> Error {
     Error::new(ErrorKind::NotFound, "the engine has no such link").with("link", link.0)
 }
 fn refused(why: &'static str) {
-    metrics::counter!("kvlane_tcp_refused_connections", "why" => why).increment(1);
+    metrics::counter!("kvlane_tcp_refused_connections_total", "why" => why).increment(1);
 }
 
 impl Engine for TcpEngine {
