@@ -101,5 +101,9 @@ pub const LANES_PER_LINK: u16 = 4;
 pub const LANES_PER_ROOM: u16 = 1;
 /// Parts in flight on one lane.
 pub const PARTS_IN_FLIGHT_PER_LANE: u32 = 8;
+/// Smallest size of a part that a peer may ask for: the lists that a room keeps grow with its parts.
+pub const PART_BYTES_MIN: u64 = 4 << 10;
+/// Largest size of a part that a peer may ask for.
+pub const PART_BYTES_MAX: u64 = 1 << 30;
 /// Aim for the size of a part.
 pub const PART_BYTES: u64 = 1 << 20;
