@@ -17,7 +17,7 @@ use kvlane_transport::service_client::fill_random;
 use tokio::sync::oneshot;
 
 use crate::BootstrapConfig;
-use crate::registry::{RegistryActor, Told};
+use crate::registry::{Lost, Question, RegistryActor};
 
 /// How long peers may take to hear that the service stops.
 const CLOSE_MS: u64 = 1_000;
@@ -161,19 +161,15 @@ async fn serve(shared: &Rc<Shared>, session: Session) -> Option<Error> {
 }
 
 async fn ask_registry(shared: &Shared, peer: &WorkerKey, ask: Ask) -> Result<Answer, Refusal> {
-    let (reply, answer) = oneshot::channel();
     let addr = shared.registry.borrow().clone();
-    let told = addr.send(Told::Ask { from: peer.clone(), ask, reply }).await;
-    match (told, answer.await) {
-        (Ok(()), Ok(answer)) => answer,
-        _ => Err(revive(shared, &addr)),
-    }
+    let answer = addr.send(Question { from: peer.clone(), ask }).await;
+    answer.unwrap_or_else(|_| Err(revive(shared, &addr)))
 }
 
 fn suspect(shared: &Shared, peer: &WorkerKey) {
     if peer.identity.role.counterpart().is_some() {
         metrics::counter!("kvlane_bootstrap_suspicions_total").increment(1);
-        shared.registry.borrow().do_send(Told::Lost(peer.clone()));
+        shared.registry.borrow().do_send(Lost(peer.clone()));
     }
 }
 
@@ -217,7 +213,7 @@ mod tests {
             };
             let first = log(list().await);
             assert_eq!(log(list().await), first);
-            shared.registry.borrow().do_send(Told::Die);
+            shared.registry.borrow().do_send(crate::registry::Die);
             assert_eq!(list().await.unwrap_err().kind, ErrorKind::Internal);
             assert_ne!(log(list().await), first);
         });

@@ -1,10 +1,12 @@
 //! The registry: which workers exist, which start of each counts, who fits whom, and which router
 //! may use which issuer slot.
 //!
-//! Owned by the bootstrap service, one per cluster. In: [`Event`]s, each with who asks as the
-//! session proved it. Out: [`Output`]s, one answer for every question. Invariants:
+//! Owned by the bootstrap service, one per cluster. In: questions, each with who asks as the
+//! session proved it, and sessions that were lost. Out: one answer for every question, at once.
+//! Invariants:
 //! - at most one incarnation of an identity is alive; epochs of one identity only grow, and an
-//!   incarnation that was superseded never comes back;
+//!   incarnation that was superseded does not come back (the last 16 are remembered, as long as
+//!   the identity is);
 //! - a worker is listed alive only while its lease runs (counted from the grant, plus drift);
 //! - two live leases never share an issuer slot, a slot rests before another router gets it, and
 //!   no counter of a slot is given out twice;
@@ -13,7 +15,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
 
-use crate::error::{Error, ErrorKind, Refusal, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Identity, Incarnation, Role, RoomId, WorkerKey};
 use crate::layout::{Difference, Layout};
 use crate::limits;
@@ -64,34 +66,6 @@ impl RegistryConfig {
             first_epoch,
         }
     }
-}
-
-/// What happens to a registry.
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// Somebody asks.
-    Ask {
-        /// Comes back with the answer.
-        token: u64,
-        /// Who asks, as its session proved.
-        from: WorkerKey,
-        /// What.
-        ask: Ask,
-    },
-    /// A worker's session ended without a word.
-    Lost(WorkerKey),
-}
-
-/// What a registry wants done.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Output {
-    /// Answer the question with this token.
-    Answer {
-        /// The question's.
-        token: u64,
-        /// The answer.
-        answer: Result<Answer, Refusal>,
-    },
 }
 
 /// How many there are.
@@ -148,7 +122,6 @@ pub struct Registry {
     holders: BTreeMap<WorkerKey, u16>,
     slot_leases: BTreeSet<(Time, u16)>,
     resting: BTreeSet<(Time, u16)>,
-    outputs: VecDeque<Output>,
 }
 
 impl Registry {
@@ -168,29 +141,20 @@ impl Registry {
             holders: BTreeMap::new(),
             slot_leases: BTreeSet::new(),
             resting: BTreeSet::new(),
-            outputs: VecDeque::new(),
             cfg,
         }
     }
 
-    /// Takes an event.
-    pub fn handle_event(&mut self, now: Time, event: Event) {
+    /// A worker's session ended without a word: it is suspected until it renews.
+    pub fn lost(&mut self, now: Time, key: &WorkerKey) {
         self.handle_timeout(now);
-        match event {
-            Event::Ask { token, from, ask } => {
-                let answer = self.ask(now, &from, ask).map_err(|e| e.to_refusal());
-                self.outputs.push_back(Output::Answer { token, answer });
-            }
-            Event::Lost(key) => {
-                let suspects = self
-                    .workers
-                    .get_mut(&key.identity)
-                    .filter(|e| e.alive && !e.suspected && e.incarnation() == key.incarnation);
-                if let Some(entry) = suspects {
-                    entry.suspected = true;
-                    self.touch(&key.identity);
-                }
-            }
+        let suspects = self
+            .workers
+            .get_mut(&key.identity)
+            .filter(|e| e.alive && !e.suspected && e.incarnation() == key.incarnation);
+        if let Some(entry) = suspects {
+            entry.suspected = true;
+            self.touch(&key.identity);
         }
     }
 
@@ -218,11 +182,6 @@ impl Registry {
         }
     }
 
-    /// The next thing to do, if any.
-    pub fn poll_output(&mut self) -> Option<Output> {
-        self.outputs.pop_front()
-    }
-
     /// When to call [`Registry::handle_timeout`].
     pub fn poll_timeout(&self) -> Option<Time> {
         let worker = self.timers.first().map(|t| t.0);
@@ -235,7 +194,14 @@ impl Registry {
         Counts { alive: self.alive, known: self.workers.len(), slots: self.slot_leases.len() }
     }
 
-    fn ask(&mut self, now: Time, from: &WorkerKey, ask: Ask) -> Result<Answer> {
+    /// Answers a question of `from`, which is who its session proved to be.
+    ///
+    /// # Errors
+    /// A refusal, which changes nothing: [`ErrorKind::Unauthorized`] for what the caller's role or
+    /// cluster may not ask, [`ErrorKind::StaleIncarnation`], [`ErrorKind::NotFound`],
+    /// [`ErrorKind::Busy`] (slots), [`ErrorKind::LimitExceeded`], [`ErrorKind::Malformed`].
+    pub fn ask(&mut self, now: Time, from: &WorkerKey, ask: Ask) -> Result<Answer> {
+        self.handle_timeout(now);
         if from.identity.cluster != self.cfg.cluster {
             return Err(Error::new(ErrorKind::Unauthorized, "this service serves another cluster")
                 .with("caller", from)
@@ -600,6 +566,7 @@ fn fields(differences: &[Difference]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Refusal;
     use crate::layout::{Dtype, small_layout};
     use crate::msg::service::WorkerAddress;
     use crate::time::Time;
@@ -628,12 +595,7 @@ mod tests {
         Time(0).plus_ms(ms)
     }
     fn ask(r: &mut Registry, at_ms: u64, from: &WorkerKey, ask: Ask) -> Result<Answer, Refusal> {
-        r.handle_event(ms(at_ms), Event::Ask { token: 3, from: from.clone(), ask });
-        let Some(Output::Answer { token: 3, answer }) = r.poll_output() else {
-            panic!("no answer")
-        };
-        assert!(r.poll_output().is_none());
-        answer
+        r.ask(ms(at_ms), from, ask).map_err(|e| e.to_refusal())
     }
     fn register(r: &mut Registry, at_ms: u64, from: &WorkerKey) -> Result<Answer, Refusal> {
         ask(r, at_ms, from, Ask::Register(Box::new(registration(from))))
@@ -748,9 +710,9 @@ mod tests {
         let mut r = Registry::new(config());
         let d = key(Role::Decode, "d", 1);
         register(&mut r, 0, &d).unwrap();
-        r.handle_event(ms(1), Event::Lost(key(Role::Decode, "d", 2)));
+        r.lost(ms(1), &key(Role::Decode, "d", 2));
         assert!(!all(&mut r, 1)[0].suspected);
-        r.handle_event(ms(1), Event::Lost(d.clone()));
+        r.lost(ms(1), &d.clone());
         assert!(all(&mut r, 1)[0].suspected && all(&mut r, 1)[0].alive);
         ask(&mut r, 2, &d, Ask::Renew(Load::default())).unwrap();
         assert!(!all(&mut r, 2)[0].suspected);
@@ -992,7 +954,7 @@ mod tests {
                             prop_assert_eq!(lease.remove(&w.identity).map(|l| l.0), Some(w.incarnation));
                         }
                     }
-                    Step::Lost(i, s) => r.handle_event(ms(now), Event::Lost(worker(i, s))),
+                    Step::Lost(i, s) => r.lost(ms(now), &worker(i, s)),
                     Step::Slot(i, s, keep, more_counters) => {
                         let w = key(Role::Router, &format!("r{i}"), s);
                         let renew = issuers.get(&w).map(|s| s.0).filter(|_| keep);
