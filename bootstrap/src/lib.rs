@@ -63,13 +63,13 @@ impl BootstrapConfig {
     }
 
     /// The registry's part, for one start of it.
-    fn registry(&self, random: u64, first_epoch: u64) -> RegistryConfig {
+    fn registry(&self, random: u64, started_us: u64) -> RegistryConfig {
         RegistryConfig {
             worker_lease_ms: self.worker_lease_ms,
             worker_keep_ms: self.worker_keep_ms,
             issuer_lease_ms: self.issuer_lease_ms,
             issuer_quarantine_ms: self.issuer_quarantine_ms,
-            ..RegistryConfig::new(&self.cluster, random, first_epoch)
+            ..RegistryConfig::new(&self.cluster, random, started_us)
         }
     }
 }

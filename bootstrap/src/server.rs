@@ -86,11 +86,12 @@ fn identity(cfg: &BootstrapConfig) -> Result<Identity> {
 fn start_registry(cfg: &BootstrapConfig) -> Result<Addr<RegistryActor>> {
     let mut random = [0; 8];
     fill_random(&mut random)?;
-    // Epochs only have to grow over restarts of a service that has no memory. Microseconds leave
-    // every start a million registrations a second before it meets the next one's.
+    // Epochs and counters only have to grow over restarts of a service that has no memory.
+    // Microseconds leave every start a million registrations a second before it meets the next
+    // one's.
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let first_epoch = since_1970.as_micros().min(u128::from(u64::MAX >> 1)) as u64;
-    Ok(RegistryActor::new(cfg.registry(u64::from_le_bytes(random), first_epoch)).start())
+    let started_us = since_1970.as_micros().min(u128::from(u64::MAX >> 1)) as u64;
+    Ok(RegistryActor::new(cfg.registry(u64::from_le_bytes(random), started_us)).start())
 }
 
 /// Counts a session out when its task ends, however it ends.

@@ -9,7 +9,8 @@
 //!   the identity is);
 //! - a worker is listed alive only while its lease runs (counted from the grant, plus drift);
 //! - two live leases never share an issuer slot, a slot rests before another router gets it, and
-//!   no counter of a slot is given out twice;
+//!   counters of a slot only grow: workers take lower ones of a router for over. A slot whose
+//!   counters are used up is not given out again;
 //! - a refused request changes nothing.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -26,6 +27,9 @@ use crate::time::{Time, grantor_ms};
 const SUPERSEDED_MAX: usize = 16;
 /// Ranges of [`limits::ISSUER_COUNTERS`] that one slot has.
 const RANGES_PER_SLOT: u64 = (1 << RoomId::COUNTER_BITS) / limits::ISSUER_COUNTERS;
+/// A service that starts so much later begins every slot one range further up. A router that makes
+/// fewer rooms than [`limits::ISSUER_COUNTERS`] in that time never falls behind its own numbers.
+const RANGE_US: u64 = 8_000_000;
 
 /// What a registry is told at its start.
 #[derive(Clone, Debug)]
@@ -44,16 +48,21 @@ pub struct RegistryConfig {
     pub workers_max: usize,
     /// Issuer slots there are.
     pub slots: u16,
-    /// Random: names the log, and says where slots and counters begin, so that a service that
-    /// restarted without its memory does not repeat room numbers.
+    /// Random: names the log, and says which slot is the first, so that a service that restarted
+    /// without its memory seldom gives a slot to another router while its old holder lives.
     pub random: u64,
     /// The first epoch given out; larger than any that an earlier service gave.
     pub first_epoch: u64,
+    /// The range of [`limits::ISSUER_COUNTERS`] that every slot begins with; higher than any that
+    /// an earlier service came to.
+    pub first_range: u64,
 }
 
 impl RegistryConfig {
-    /// The defaults of [`limits`].
-    pub fn new(cluster: impl Into<String>, random: u64, first_epoch: u64) -> Self {
+    /// The defaults of [`limits`]. `started_us` is the wall clock's time since 1970. It is the
+    /// first epoch, and says how high in their lower half slots begin: a registry without memory
+    /// goes on above what an earlier one gave. After two years that begins again at the bottom.
+    pub fn new(cluster: impl Into<String>, random: u64, started_us: u64) -> Self {
         Self {
             cluster: cluster.into(),
             worker_lease_ms: limits::WORKER_LEASE_MS,
@@ -63,7 +72,8 @@ impl RegistryConfig {
             workers_max: limits::WORKERS_MAX,
             slots: 1 << RoomId::SLOT_BITS,
             random,
-            first_epoch,
+            first_epoch: started_us,
+            first_range: (started_us / RANGE_US) % (RANGES_PER_SLOT / 2),
         }
     }
 }
@@ -100,7 +110,8 @@ struct Slot {
     leased: bool,
     /// End of the lease, or of the rest after it.
     until: Time,
-    ranges_used: u64,
+    /// The range that is given out next; [`RANGES_PER_SLOT`] once there is none left.
+    next_range: u64,
 }
 
 /// The registry of one cluster.
@@ -126,7 +137,8 @@ pub struct Registry {
 
 impl Registry {
     /// An empty registry.
-    pub fn new(cfg: RegistryConfig) -> Self {
+    pub fn new(mut cfg: RegistryConfig) -> Self {
+        cfg.first_range = cfg.first_range.min(RANGES_PER_SLOT - 1);
         Self {
             log: cfg.random.max(1),
             revision: 0,
@@ -450,11 +462,11 @@ impl Registry {
             holder: from.clone(),
             leased: false,
             until,
-            ranges_used: 0,
+            next_range: self.cfg.first_range,
         });
         let again = entry.holder == *from && entry.leased;
         if !again || fresh_range {
-            entry.ranges_used += 1;
+            entry.next_range += 1;
         }
         self.slot_leases.remove(&(entry.until, slot));
         self.resting.remove(&(entry.until, slot));
@@ -465,7 +477,7 @@ impl Registry {
         // A router that moved on from a slot without counters leaves that one for good.
         entry.leased = true;
         entry.until = until;
-        let range = (self.cfg.random.wrapping_add(entry.ranges_used - 1)) % RANGES_PER_SLOT;
+        let range = entry.next_range - 1;
         self.holders.insert(from.clone(), slot);
         self.slot_leases.insert((until, slot));
         Ok(Answer::Slot {
@@ -480,7 +492,7 @@ impl Registry {
         self.slots.get(&slot).is_some_and(|s| s.leased)
     }
     fn ranges_left(&self, slot: u16) -> bool {
-        self.slots.get(&slot).is_none_or(|s| s.ranges_used < RANGES_PER_SLOT)
+        self.slots.get(&slot).is_none_or(|s| s.next_range < RANGES_PER_SLOT)
     }
 
     /// A slot that nobody holds: one never used, else the one that has rested longest.
@@ -589,7 +601,7 @@ mod tests {
         }
     }
     fn config() -> RegistryConfig {
-        RegistryConfig::new("c", (9 << 32) | (RANGES_PER_SLOT - 2), 7)
+        RegistryConfig::new("c", 9 << 32, 7)
     }
     fn ms(ms: u64) -> Time {
         Time(0).plus_ms(ms)
@@ -817,12 +829,12 @@ mod tests {
             Err(e) => Err(e.kind),
         };
         let first = lease(&mut r, None, false).unwrap();
-        r.slots.get_mut(&first).unwrap().ranges_used = RANGES_PER_SLOT;
+        r.slots.get_mut(&first).unwrap().next_range = RANGES_PER_SLOT;
         assert_eq!(lease(&mut r, Some(first), false), Ok(first));
         let second = lease(&mut r, Some(first), true).unwrap();
         assert_ne!(second, first);
         assert_eq!(lease(&mut r, Some(first), false), Err(ErrorKind::NotFound));
-        r.slots.get_mut(&second).unwrap().ranges_used = RANGES_PER_SLOT;
+        r.slots.get_mut(&second).unwrap().next_range = RANGES_PER_SLOT;
         assert_eq!(lease(&mut r, Some(second), true), Err(ErrorKind::Busy));
         // Not even when both have rested.
         let later = 10 * (limits::ISSUER_LEASE_MS + limits::ISSUER_QUARANTINE_MS);
@@ -832,8 +844,9 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_renewed_rest_and_wrap_without_repeating_a_counter() {
-        let mut r = Registry::new(RegistryConfig { slots: 1, ..config() });
+    fn slots_are_renewed_and_rest_and_their_counters_only_grow_to_the_top() {
+        let top = RANGES_PER_SLOT - 5;
+        let mut r = Registry::new(RegistryConfig { slots: 1, first_range: top, ..config() });
         let (a, b) = (key(Role::Router, "a", 1), key(Role::Router, "b", 1));
         let fresh = || Ask::IssuerSlot { renew: None, more_counters: false };
         let keep = |more_counters| Ask::IssuerSlot { renew: Some(0), more_counters };
@@ -844,11 +857,11 @@ mod tests {
             }
             other => panic!("{other:?}"),
         };
-        assert_eq!(first(ask(&mut r, 0, &a, fresh())), RANGES_PER_SLOT - 2);
-        assert_eq!(first(ask(&mut r, 1, &a, keep(false))), RANGES_PER_SLOT - 2);
-        assert_eq!(first(ask(&mut r, 2, &a, keep(true))), RANGES_PER_SLOT - 1);
+        assert_eq!(first(ask(&mut r, 0, &a, fresh())), top);
+        assert_eq!(first(ask(&mut r, 1, &a, keep(false))), top);
+        assert_eq!(first(ask(&mut r, 2, &a, keep(true))), top + 1);
         // A lost answer costs a range, not a slot.
-        assert_eq!(first(ask(&mut r, 3, &a, fresh())), 0);
+        assert_eq!(first(ask(&mut r, 3, &a, fresh())), top + 2);
         let e = ask(&mut r, 4, &b, fresh()).unwrap_err();
         assert_eq!(e.kind, ErrorKind::Busy);
         let e = ask(&mut r, 4, &b, keep(false)).unwrap_err();
@@ -856,12 +869,44 @@ mod tests {
         let ended = 3 + grantor_ms(limits::ISSUER_LEASE_MS);
         ask(&mut r, ended, &b, fresh()).unwrap_err();
         // Back to whoever had it last, with fresh counters; to others only after its rest.
-        assert_eq!(first(ask(&mut r, ended + 1, &a, keep(false))), 1);
+        assert_eq!(first(ask(&mut r, ended + 1, &a, keep(false))), top + 3);
         let rested = ended + 1 + grantor_ms(limits::ISSUER_LEASE_MS) + limits::ISSUER_QUARANTINE_MS;
         ask(&mut r, rested - 1, &b, fresh()).unwrap_err();
-        assert_eq!(first(ask(&mut r, rested, &b, fresh())), 2);
+        assert_eq!(first(ask(&mut r, rested, &b, fresh())), top + 4);
         let e = ask(&mut r, rested, &a, keep(false)).unwrap_err();
         assert_eq!(e.kind, ErrorKind::NotFound);
+        // At the top the slot ends; it does not begin again below what workers saw.
+        assert_eq!(first(ask(&mut r, rested, &b, keep(false))), top + 4);
+        let e = ask(&mut r, rested, &b, keep(true)).unwrap_err();
+        assert_eq!(e.kind, ErrorKind::Busy);
+    }
+
+    #[test]
+    fn a_registry_without_memory_goes_on_above_the_counters_of_an_earlier_one() {
+        let a = key(Role::Router, "a", 1);
+        let more = |r: &mut Registry, renew: Option<u16>| {
+            let asked = Ask::IssuerSlot { renew, more_counters: true };
+            match ask(r, 0, &a, asked).unwrap() {
+                Answer::Slot { slot, first_counter, counters, .. } => {
+                    (slot, first_counter, first_counter + counters)
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        let mut started_us = 1_767_225_600_000_000;
+        let mut above = 0;
+        for random in [u64::MAX, 0, 7, RANGES_PER_SLOT - 1] {
+            let cfg = RegistryConfig { slots: 1, ..RegistryConfig::new("c", random, started_us) };
+            let mut r = Registry::new(cfg);
+            let (slot, first, mut end) = more(&mut r, None);
+            assert!(first >= above, "{first} after {above}");
+            assert!(end >> (RoomId::COUNTER_BITS - 1) == 0, "begins in the lower half");
+            for _ in 1..10 {
+                end = more(&mut r, Some(slot)).2;
+            }
+            above = end;
+            started_us += 10 * RANGE_US;
+        }
     }
 
     #[test]
@@ -912,6 +957,7 @@ mod tests {
         ) {
             let cfg = RegistryConfig {
                 workers_max: 3, slots: 3, random, worker_keep_ms: 60_000,
+                first_range: RANGES_PER_SLOT - 1 - random % 20,
                 ..RegistryConfig::new("c", random, 1)
             };
             let mut r = Registry::new(cfg);
@@ -920,7 +966,7 @@ mod tests {
             let mut lease: HashMap<Identity, (Incarnation, u64)> = HashMap::new();
             let mut epochs: HashMap<Identity, (u64, Incarnation)> = HashMap::new();
             let mut issuers: HashMap<WorkerKey, (u16, u64)> = HashMap::new();
-            let mut given: HashMap<(u16, u64), WorkerKey> = HashMap::new();
+            let mut given: HashMap<u16, (u64, WorkerKey)> = HashMap::new();
             let (mut cursor, mut seen) = (Cursor::default(), BTreeMap::new());
             for s in steps {
                 let worker = |i: u8, s: u8| {
@@ -963,8 +1009,11 @@ mod tests {
                         {
                             let others = issuers.iter().any(|(k, &(s, until))| *k != w && s == slot && now < until);
                             prop_assert!(!others, "slot {} has two live issuers", slot);
-                            let owner = given.entry((slot, first_counter)).or_insert_with(|| w.clone());
-                            prop_assert_eq!(&*owner, &w, "counters given out twice");
+                            if let Some((last, owner)) = given.get(&slot) {
+                                let same = *last == first_counter && *owner == w;
+                                prop_assert!(first_counter > *last || same, "counters given twice");
+                            }
+                            given.insert(slot, (first_counter, w.clone()));
                             prop_assert!((first_counter + counters - 1) >> RoomId::COUNTER_BITS == 0);
                             prop_assert!(first_counter.is_multiple_of(counters));
                             issuers.insert(w, (slot, now + grantor_ms(lease_ms)));
