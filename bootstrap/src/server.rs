@@ -13,7 +13,7 @@ use kvlane_proto::{
     Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey,
 };
 use kvlane_transport::quic::{Death, Endpoint, EndpointConfig, Security, Session, tls};
-use kvlane_transport::service_client::fill_random;
+use kvlane_transport::random::fill_random;
 use tokio::sync::oneshot;
 
 use crate::BootstrapConfig;

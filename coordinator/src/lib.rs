@@ -51,8 +51,9 @@ use kvlane_proto::{
 };
 use kvlane_transport::clock;
 use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
+use kvlane_transport::random::fill_random;
 use kvlane_transport::rpc::{CallExchange, Client, Failure, Target};
-use kvlane_transport::service_client::{ServiceClient, fill_random};
+use kvlane_transport::service_client::ServiceClient;
 use kvlane_transport::wire::message::DURATION_MS_MAX;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;

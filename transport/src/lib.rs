@@ -8,6 +8,7 @@ pub mod clock;
 pub mod engine;
 pub mod memory;
 pub mod quic;
+pub mod random;
 pub mod rpc;
 pub mod service_client;
 pub mod sys;

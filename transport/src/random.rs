@@ -1,0 +1,19 @@
+//! Random numbers of the operating system.
+
+use kvlane_proto::{Error, ErrorKind, Result};
+
+use crate::clock;
+
+/// A random number for jitter and names; nothing depends on its quality.
+pub fn random() -> u64 {
+    getrandom::u64().unwrap_or_else(|_| clock::now().0)
+}
+
+/// Fills `bytes` with random numbers, for incarnations, keys and the like.
+///
+/// # Errors
+/// [`ErrorKind::Io`] if the system has none.
+pub fn fill_random(bytes: &mut [u8]) -> Result<()> {
+    getrandom::fill(bytes)
+        .map_err(|e| Error::new(ErrorKind::Io, "no random numbers").with("found", e))
+}
