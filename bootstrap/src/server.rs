@@ -14,6 +14,7 @@ use kvlane_proto::{
 };
 use kvlane_transport::quic::{Death, Endpoint, EndpointConfig, Security, Session, tls};
 use kvlane_transport::random::fill_random;
+use kvlane_transport::seats::{Seat, Seats};
 use tokio::sync::oneshot;
 
 use crate::BootstrapConfig;
@@ -27,6 +28,14 @@ struct Shared {
     cfg: BootstrapConfig,
     registry: RefCell<Addr<RegistryActor>>,
     sessions: Cell<usize>,
+    seats: RefCell<Seats>,
+}
+
+impl Shared {
+    fn new(cfg: BootstrapConfig, registry: RefCell<Addr<RegistryActor>>) -> Self {
+        let seats = RefCell::new(Seats::new("service", cfg.sessions_per_identity));
+        Self { cfg, registry, sessions: Cell::new(0), seats }
+    }
 }
 
 pub(crate) async fn run(
@@ -64,7 +73,7 @@ fn open(cfg: BootstrapConfig) -> Result<(Endpoint, Rc<Shared>)> {
     let me = WorkerKey { identity, incarnation: Incarnation(start) };
     let endpoint = Endpoint::bind(EndpointConfig::new(cfg.listen, cfg.security.clone(), me))?;
     let registry = RefCell::new(start_registry(&cfg)?);
-    Ok((endpoint, Rc::new(Shared { cfg, registry, sessions: Cell::new(0) })))
+    Ok((endpoint, Rc::new(Shared::new(cfg, registry))))
 }
 
 /// The certificate's identity where there is one, else the configured.
@@ -116,23 +125,29 @@ fn accept(shared: &Rc<Shared>, session: Session) {
     if shared.sessions.get() >= shared.cfg.sessions_max {
         return refused("full");
     }
+    let seat = shared.seats.borrow_mut().take(&session.peer.identity);
     shared.sessions.set(shared.sessions.get() + 1);
     metrics::gauge!("kvlane_bootstrap_sessions").increment(1.0);
     let place = Place(Rc::clone(shared));
     actix::spawn(async move {
         let peer = session.peer.clone();
-        let why = serve(&place.0, session).await;
+        let why = serve(&place.0, session, seat).await;
         tracing::debug!(%peer, why = %why.map_or_else(|| "done".into(), |e| e.to_string()), "session ended");
     });
 }
 
 /// Runs one session to its end; returns why it ended, unless the peer ended it on purpose.
-async fn serve(shared: &Rc<Shared>, session: Session) -> Option<Error> {
+async fn serve(shared: &Rc<Shared>, session: Session, mut seat: Seat) -> Option<Error> {
     let peer = session.peer.clone();
     let (tx, mut rx, mut watch) = session.into_parts::<ServiceResponse, ServiceRequest>();
     loop {
         let received = tokio::select! {
             received = rx.recv() => received,
+            () = seat.taken() => {
+                let why = "too many sessions of this identity, and this was the oldest";
+                watch.close(why);
+                return Some(Error::new(ErrorKind::LimitExceeded, why));
+            }
             death = watch.died() => match death {
                 // The session may live on; the lease decides about the worker.
                 Death::Notice => {
@@ -200,7 +215,7 @@ mod tests {
         actix::System::new().block_on(async {
             let cfg = BootstrapConfig::new(([127, 0, 0, 1], 0).into(), Security::Insecure, "c");
             let registry = RefCell::new(start_registry(&cfg).unwrap());
-            let shared = Shared { cfg, registry, sessions: Cell::new(0) };
+            let shared = Shared::new(cfg, registry);
             let reader = WorkerKey {
                 identity: Identity::new("c", Role::Router, "r", 0).unwrap(),
                 incarnation: Incarnation([0; 16]),
