@@ -36,13 +36,13 @@ mod issuer;
 mod keeper;
 mod view;
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::Hash;
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvlane_proto::ended::Memory;
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
 use kvlane_proto::msg::service::WorkerAddress;
 use kvlane_proto::{
@@ -175,8 +175,8 @@ pub(crate) struct Shared {
     /// Asks the keeper for a fresh snapshot at once.
     hurry: Notify,
     workers: Arc<Workers>,
-    rooms: Mutex<Remembered<RoomId, Arc<Room>>>,
-    keys: Mutex<Remembered<IdempotencyKey, Arc<Room>>>,
+    rooms: Mutex<Memory<RoomId, Arc<Room>>>,
+    keys: Mutex<Memory<IdempotencyKey, Arc<Room>>>,
     aborts: mpsc::Sender<AbortOrder>,
     turn: AtomicUsize,
 }
@@ -185,30 +185,6 @@ pub(crate) struct Shared {
 pub(crate) struct Workers {
     endpoint: Endpoint,
     clients: Mutex<HashMap<WorkerKey, Client<CallExchange>>>,
-}
-
-/// A map that forgets the oldest entries first.
-struct Remembered<K, V> {
-    map: HashMap<K, V>,
-    order: VecDeque<K>,
-    max: usize,
-}
-
-impl<K: Copy + Eq + Hash, V> Remembered<K, V> {
-    fn new(max: usize) -> Self {
-        Self { map: HashMap::new(), order: VecDeque::new(), max }
-    }
-    fn insert(&mut self, key: K, value: V) {
-        if self.map.insert(key, value).is_none() {
-            self.order.push_back(key);
-        }
-        // Keys that were removed stay in the order until it is their turn.
-        while self.order.len() > self.max {
-            if let Some(oldest) = self.order.pop_front() {
-                self.map.remove(&oldest);
-            }
-        }
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -267,8 +243,8 @@ impl Coordinator {
             recent: Mutex::default(),
             hurry: Notify::new(),
             workers: Arc::clone(&workers),
-            rooms: Mutex::new(Remembered::new(ROOMS_REMEMBERED_MAX)),
-            keys: Mutex::new(Remembered::new(limits::KEYS_MAX)),
+            rooms: Mutex::new(Memory::new(ROOMS_REMEMBERED_MAX)),
+            keys: Mutex::new(Memory::new(limits::KEYS_MAX)),
             aborts,
             turn: AtomicUsize::new(0),
             cfg,
@@ -433,7 +409,7 @@ impl Coordinator {
     /// restarted or whose lease is over has taken its rooms with it: that is a failure of its leg.
     pub async fn await_outcome(&self, room: RoomId, wait: Duration) -> HandoffOutcome {
         let shared = &*self.shared;
-        let known = lock(&shared.rooms).map.get(&room).cloned();
+        let known = lock(&shared.rooms).get(&room).cloned();
         let Some(known) = known else {
             let e = Error::new(ErrorKind::NotFound, "no such room is known to this router")
                 .with("room", room);
@@ -485,7 +461,7 @@ impl Coordinator {
     /// Aborts a room of this router, detached or not. Returns whether there was anything to abort:
     /// rooms that are unknown, over or aborted already are left alone.
     pub fn abort_room(&self, room: RoomId, reason: &str) -> bool {
-        let known = lock(&self.shared.rooms).map.get(&room).cloned();
+        let known = lock(&self.shared.rooms).get(&room).cloned();
         known.is_some_and(|r| r.abort(reason))
     }
 }
@@ -494,7 +470,7 @@ impl Shared {
     /// The room that a key has; none if it never got one.
     fn pinned(&self, request: &PairRequest) -> Result<Option<Arc<Room>>> {
         let Some(key) = request.key else { return Ok(None) };
-        let Some(room) = lock(&self.keys).map.get(&key).cloned() else { return Ok(None) };
+        let Some(room) = lock(&self.keys).get(&key).cloned() else { return Ok(None) };
         let is = |asked: &Option<Identity>, worker: &WorkerAddress| {
             asked.as_ref().is_none_or(|a| *a == worker.key.identity)
         };
