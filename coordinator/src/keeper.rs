@@ -139,7 +139,7 @@ async fn follow(shared: &Shared, service: &ServiceClient, follower: &mut Followe
                 // Who has said how it is doing needs no guess any more.
                 let mut recent = lock(&shared.recent);
                 for w in &page.workers {
-                    recent.remove(&w.registration.worker.key.identity);
+                    recent.said(&w.registration.worker.key.identity);
                 }
             }
             follower.take(clock::now(), page, limits::WORKER_LEASE_MS);

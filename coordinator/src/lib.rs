@@ -62,7 +62,7 @@ use tokio::time::{Instant, timeout_at};
 use handoff::{AbortOrder, Guard, Room};
 pub use handoff::{Handoff, HandoffOutcome, Leg};
 use issuer::Issuer;
-use view::Candidates;
+use view::{Candidates, Recent};
 pub use view::{ClusterView, Member, PairScore};
 
 /// Rooms that one coordinator remembers.
@@ -170,8 +170,7 @@ pub(crate) struct Shared {
     cfg: CoordinatorConfig,
     issuer: Issuer,
     view: watch::Sender<Arc<ClusterView>>,
-    /// Rooms reserved at a worker since it last said how it is doing.
-    recent: Mutex<HashMap<Identity, u32>>,
+    recent: Mutex<Recent>,
     /// Asks the keeper for a fresh snapshot at once.
     hurry: Notify,
     workers: Arc<Workers>,
@@ -244,7 +243,7 @@ impl Coordinator {
         let shared = Arc::new(Shared {
             issuer: Issuer::default(),
             view: watch::Sender::new(Arc::default()),
-            recent: Mutex::default(),
+            recent: Mutex::new(Recent::new(cfg.refresh_ms)),
             hurry: Notify::new(),
             workers: Arc::clone(&workers),
             rooms: Mutex::new(Memory::new(ROOMS_REMEMBERED_MAX)),
@@ -426,7 +425,8 @@ impl Coordinator {
     }
 
     fn candidates(&self, request: &PairRequest, turn: usize) -> Candidates {
-        let recent = lock(&self.shared.recent);
+        let mut recent = lock(&self.shared.recent);
+        recent.expire(clock::now());
         let (prefill, decode) = (request.prefill.as_ref(), request.decode.as_ref());
         self.snapshot().candidates(prefill, decode, &recent, turn)
     }
@@ -575,9 +575,10 @@ impl Shared {
         let guard = Guard::new(room);
         let unclaimed_ms = self.ask_reserve(&guard.room, key, due, wait).await?;
         guard.room.hand_out();
+        let now = clock::now();
         let mut recent = lock(&self.recent);
         for worker in [prefill, decode] {
-            *recent.entry(worker.key().identity.clone()).or_default() += 1;
+            recent.add(now, &worker.key().identity);
         }
         Ok(Handoff {
             room: guard.room.id,
