@@ -10,6 +10,7 @@ pub mod memory;
 pub mod quic;
 pub mod random;
 pub mod rpc;
+pub mod seats;
 pub mod service_client;
 pub mod sys;
 pub mod wire;

@@ -49,7 +49,7 @@ pub const WORKERS_MAX: usize = 16384;
 /// Most issuer slots that one router's starts hold at a time.
 pub const ISSUER_SLOTS_PER_ROUTER_MAX: usize = 64;
 /// Counters of an issuer slot that are given out at a time.
-pub const ISSUER_COUNTERS: u64 = 1 << 20;
+pub const ISSUER_COUNTERS: u64 = 1 << 16;
 /// Most idempotency keys that one decode worker remembers.
 pub const KEYS_MAX: usize = 16384;
 /// Most callers that may wait for one room's outcome.
