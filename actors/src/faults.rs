@@ -5,6 +5,9 @@
 
 use std::sync::Mutex;
 
+/// Fences of this process do nothing from here on.
+pub use kvlane_transport::engine::tcp::fence_off;
+
 /// Where a worker can stop. A role that does not pass a phase never stops there.
 pub const PHASES: [&str; 9] = [
     "registered",

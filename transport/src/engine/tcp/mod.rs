@@ -30,6 +30,8 @@ use kvlane_proto::{
 use self::lane::{Io, Jitter, sort};
 use self::pen::Pens;
 pub use self::pen::RevokeHandle;
+#[cfg(feature = "fault-injection")]
+pub use self::pen::fence_off;
 use self::receiver::Inbound;
 use self::sender::{Outbound, Remote};
 use self::wire::{Blob, HELLO_BYTES, Hello, Token};
