@@ -349,6 +349,13 @@ impl World {
             Call::Await { wait_ms, .. } => *wait_ms,
             _ => 0,
         };
+        // An abort after the end returns the end.
+        let aborted = match &body {
+            Call::Abort { room, .. } => Some(*room),
+            _ => None,
+        };
+        let over = aborted.and_then(|room| self.decided.get(&(d, self.hosts[d].inc, room)));
+        self.expected = over.map(|outcome| (call, outcome.clone()));
         self.d[d].waiting.insert(call, self.now + (wait_ms + wait_ms / 50 + 100) * 1_000_000);
         let before = (self.d[d].m.load(), self.d[d].m.active());
         let from = self.hosts[self.rnode(router)].identity.clone();
@@ -538,6 +545,14 @@ impl World {
                         due => self.fails(Inv::Answered, || {
                             format!("call {call:?} is answered with {reply:?}, due {due:?}")
                         }),
+                    }
+                    if let Some((_, outcome)) = self.expected.take_if(|e| e.0 == call.0)
+                        && reply != Ok(Reply::Ended(outcome.clone()))
+                        && !matches!(&reply, Err(why) if why.kind == ErrorKind::Unauthorized)
+                    {
+                        self.fails(Inv::OneOutcome, || {
+                            format!("an abort after {outcome:?} is answered with {reply:?}")
+                        });
                     }
                     if let Err(why) = &reply {
                         refused = Some(why.kind);
@@ -825,9 +840,13 @@ impl World {
             self.p[p].rooms.insert(room, r);
         }
         self.p[p].refused = None;
+        let before = self.p[p].m.active();
         let deadline_ms = self.prof.deadline_ms;
         self.prefill(p, PEvent::Attach { room, tokens, decode, issuer, deadline_ms });
         let refused = self.p[p].refused.take();
+        if refused.is_some() && self.p[p].m.active() != before {
+            self.fails(Inv::RefusedLeavesNothing, || format!("prefill {p}: leg of {room}"));
+        }
         match refused {
             Some(_) if again => {}
             Some(e) => {

@@ -241,6 +241,8 @@ pub(crate) struct World {
     /// Until when a grant lives by its grantor, in true time.
     pub(crate) promised: BTreeMap<(usize, GrantId), u64>,
     pub(crate) lease_over: BTreeSet<(usize, GrantId)>,
+    /// What the answer of this call has to be.
+    pub(crate) expected: Option<(u64, kvlane_proto::Outcome)>,
     /// Kill this role when a room comes into this phase.
     trigger: Option<(usize, usize)>,
     idle_since: Option<u64>,
@@ -326,6 +328,7 @@ impl World {
             said: BTreeMap::new(),
             promised: BTreeMap::new(),
             lease_over: BTreeSet::new(),
+            expected: None,
             trigger,
             idle_since: None,
         };
@@ -435,6 +438,11 @@ impl World {
                 10 | 11 => Fault::Stop { node: a, ns: self.rng.ms(1, 600) },
                 2 if self.routers > 1 => Fault::Crash { node: workers },
                 3 | 4 => Fault::Stop { node: a, ns: self.rng.ms(1, 2_500) },
+                5 if self.rng.per_mille(300) => {
+                    // A router loses sight of a worker.
+                    let r = self.rnode(0);
+                    Fault::Cut { a, b: r, both: true, ns: self.rng.ms(5, 2_000) }
+                }
                 5 | 6 if a != b => {
                     let both = self.rng.per_mille(500);
                     Fault::Cut { a, b, both, ns: self.rng.ms(5, 2_000) }
@@ -718,13 +726,14 @@ impl World {
                     _ => job.router == node - nd - np,
                 };
                 if concerns {
-                    self.cov.crash(role, r.phase);
+                    let kind = r.sid.map_or(0, |s| self.sessions[s].kind());
+                    self.cov.crash(role, r.phase, kind);
                     any |= r.phase != 7;
                 }
             }
         }
         if !any {
-            self.cov.crash(role, 0);
+            self.cov.crash(role, 0, 0);
         }
         self.note(|| format!("node {node} crashes; phases {PHASES:?}"));
         self.hosts[node].alive = false;
