@@ -5,6 +5,8 @@
 
 use std::sync::Mutex;
 
+pub use kvlane_transport::engine::fence::set_fences_off;
+
 /// Where a worker can stop. A role that does not pass a phase never stops there.
 pub const PHASES: [&str; 9] = [
     "registered",

@@ -130,7 +130,7 @@ async fn a_certificate_is_good_for_its_own_role_and_cluster_only() {
     let security = Security::Mutual { dir: certificate(&foreign, cluster.dir(), &identity) };
     let mut config = CoordinatorConfig::new(&cluster.service, security, identity);
     config.connect_ms = 3_000;
-    let e = Coordinator::connect(config).await.err().expect("no router of another authority");
+    let e = Coordinator::connect(config).await.expect_err("no router of another authority");
     assert!(matches!(e.kind(), ErrorKind::Unauthorized | ErrorKind::DeadlineExceeded), "{e}");
     assert!(e.to_string().contains("certificate"), "{e}");
     // None of it is seen.

@@ -349,7 +349,7 @@ impl Router {
         let lanes = u32::from(kvlane_proto::limits::LANES_PER_LINK);
         decode
             .load("four free lanes, nothing else", |l| {
-                (l.rooms, l.queued, l.quarantined_blocks) == (0, 0, 0) && l.free_lanes >= lanes
+                (l.rooms, l.queued, l.quarantined_blocks) == (0, 0, 0) && l.free_lanes == lanes
             })
             .await;
         prefill.load("nothing in use", |l| (l.rooms, l.quarantined_blocks) == (0, 0)).await;

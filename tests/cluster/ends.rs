@@ -4,7 +4,7 @@ use kvlane_proto::msg::service::WorkerAddress;
 use kvlane_proto::{Blame, ErrorKind, Outcome, Role, RoomId};
 
 use super::cluster::{Cluster, Router, Worker};
-use super::legs::{Leg, Request, leg};
+use super::legs::{Leg, Reply, Request, leg};
 use super::process::{until, within};
 
 const TOKENS: u32 = 800;
@@ -111,50 +111,61 @@ async fn a_second_signal_ends_a_worker_at_once_and_its_peer_is_told() {
     router.assert_clean(&prefill, &decode).await;
 }
 
-/// A room that is hit while its pages are on their way: later from try to try, or sooner, until
-/// it is.
-#[tokio::test]
-async fn a_frozen_prefill_is_silent_and_writes_nothing_when_it_thaws() {
-    let cluster = Cluster::start().await;
-    let router = cluster.router("r").await;
-    // Large enough that a room takes a while: 128 MiB.
-    let big = ["--model", "llama-3.1-8b", "--pool-mib", "128"];
-    let (prefill, decode) = pair(&cluster, &router, &big).await;
+/// Freezes one side of a room as large as the pool until the other side's leg has ended: later from
+/// try to try, or sooner, until the room is hit while its pages are on their way. Returns what the
+/// leg of the side that did not freeze said.
+async fn freeze(router: &Router, prefill: &Worker, decode: &Worker, frozen: Role) -> Reply {
     let tokens = decode.pool_tokens();
     let (mut soonest_ms, mut latest_ms) = (0, 2_000);
-    let mut hit = false;
-    for _ in 0..12 {
+    for _ in 0..16 {
         let ms = (soonest_ms + latest_ms) / 2;
-        let request = router.reserve(&prefill, &decode, tokens).await;
-        let received = Leg::send(&decode.serving, request.decode_leg()).await.unwrap();
-        let sent = Leg::send(&prefill.serving, request.prefill_leg()).await.unwrap();
-        tokio::time::sleep(std::time::Duration::from_millis(ms)).await;
-        prefill.process.signal("STOP");
-        let received = received.reply().await.unwrap();
-        prefill.process.signal("CONT");
-        let sent = sent.reply().await.unwrap();
-        let bytes = match received.outcome.as_ref().unwrap() {
-            Outcome::Done { .. } => {
-                latest_ms = ms;
-                continue;
-            }
-            Outcome::Failed { bytes, .. } => *bytes,
-            other => panic!("{other:?}"),
+        let r = router.reserve(prefill, decode, tokens).await;
+        let received = Leg::send(&decode.serving, r.decode_leg()).await.unwrap();
+        let sent = Leg::send(&prefill.serving, r.prefill_leg()).await.unwrap();
+        let (stops, its, others) = match frozen {
+            Role::Prefill => (prefill, sent, received),
+            _ => (decode, received, sent),
         };
-        received.assert_failed(&[ErrorKind::PeerLost]);
-        assert!(received.why().text.contains("silent"), "{received:?}");
-        assert_eq!(received.why().blame, Blame::Prefill, "{received:?}");
-        assert!(!sent.is_done(), "the decode has decided: {sent:?}");
-        if bytes == 0 {
-            soonest_ms = ms;
+        tokio::time::sleep(std::time::Duration::from_millis(ms)).await;
+        stops.process.signal("STOP");
+        let others = others.reply().await.unwrap();
+        stops.process.signal("CONT");
+        let its = its.reply().await.unwrap();
+        if others.is_done() {
+            // The prefill may never hear of a room that is done, but not the other way round.
+            assert!(its.is_done() || frozen == Role::Prefill, "{others:?} {its:?}");
+            latest_ms = ms;
             continue;
         }
-        hit = true;
-        break;
+        let received = if frozen == Role::Prefill { &others } else { &its };
+        match received.outcome.as_ref() {
+            Some(Outcome::Failed { bytes, .. }) if *bytes > 0 => {
+                assert!(!its.is_done(), "{others:?} {its:?}");
+                return others;
+            }
+            // Hit after the last page.
+            Some(Outcome::Done { .. }) => latest_ms = ms,
+            _ => soonest_ms = ms,
+        }
     }
-    assert!(hit, "never hit while pages were on their way: {soonest_ms} to {latest_ms} ms");
-    // Every block is used again, twice, with its stamp looked at.
-    router.assert_clean(&prefill, &decode).await;
+    panic!("never hit while pages were on their way: {soonest_ms} to {latest_ms} ms");
+}
+
+#[tokio::test]
+async fn a_frozen_worker_is_silent_and_nothing_is_written_when_it_thaws() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    // Large enough that a room takes a while.
+    let big = ["--model", "llama-3.1-8b", "--pool-mib", "128"];
+    let (prefill, decode) = pair(&cluster, &router, &big).await;
+    for (frozen, blame) in [(Role::Prefill, Blame::Prefill), (Role::Decode, Blame::Decode)] {
+        let told = freeze(&router, &prefill, &decode, frozen).await;
+        told.assert_failed(&[ErrorKind::PeerLost]);
+        assert!(told.why().text.contains("silent"), "{told:?}");
+        assert_eq!(told.why().blame, blame, "{told:?}");
+        // Every block is used again, twice, with its stamp looked at.
+        router.assert_clean(&prefill, &decode).await;
+    }
 }
 
 #[tokio::test]

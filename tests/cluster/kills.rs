@@ -3,10 +3,11 @@
 use std::cell::Cell;
 
 use kvlane_coordinator::HandoffOutcome;
-use kvlane_proto::{Blame, ErrorKind, Outcome, Role, RoomId};
+use kvlane_proto::msg::service::Load;
+use kvlane_proto::{Blame, ErrorKind, Outcome, Role, RoomId, limits};
 
 use super::cluster::{Cluster, Ended, POOL_PAGES, POOL_TOKENS, Router, Worker};
-use super::legs::leg;
+use super::legs::{Leg, Request, leg};
 use super::process::{CAP, within};
 use super::router_process;
 
@@ -247,6 +248,63 @@ async fn a_killed_router_leaves_nothing_behind() {
         // Also of the reservation that nobody claimed.
         prefill.holds(0).await;
         decode.holds(0).await;
+        router.assert_clean(&prefill, &decode).await;
+    }
+}
+
+#[tokio::test]
+async fn every_room_of_a_killed_worker_ends_also_those_that_queue_for_lanes() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    let (mut prefill, mut decode) = bystanders(&cluster, &router).await;
+    let lanes = u32::from(limits::LANES_PER_LINK);
+    let rooms = lanes + 3;
+    for (n, victim) in [Role::Prefill, Role::Decode].into_iter().enumerate() {
+        router.assert_clean(&prefill, &decode).await;
+        let address = |w: &Worker| {
+            router.coordinator.snapshot().worker(&w.identity).unwrap().address().clone()
+        };
+        let request = |i: u32| Request {
+            room: 1 + u64::from(i) + 100 * n as u64,
+            tokens: TOKENS / 2,
+            prefill: address(&prefill),
+            decode: address(&decode),
+            issuer: router.identity.clone(),
+            deadline_ms: 30_000,
+        };
+        let mut legs = Vec::new();
+        for i in 0..rooms {
+            let sent = match victim {
+                Role::Prefill => Leg::send(&decode.serving, request(i).decode_leg()).await,
+                _ => Leg::send(&prefill.serving, request(i).prefill_leg()).await,
+            };
+            legs.push(sent.unwrap());
+        }
+        match victim {
+            Role::Prefill => {
+                let busy =
+                    |l: &Load| (l.rooms, l.queued, l.free_lanes) == (rooms, rooms - lanes, 0);
+                decode.load("all lanes lent", busy).await;
+                prefill.process.kill().await;
+            }
+            _ => {
+                prefill.holds(rooms).await;
+                decode.process.kill().await;
+            }
+        }
+        for leg in legs {
+            let reply = leg.reply().await.unwrap();
+            reply.assert_failed(&[ErrorKind::PeerLost]);
+            let blamed = if victim == Role::Prefill { Blame::Prefill } else { Blame::Decode };
+            assert_eq!(reply.why().blame, blamed, "{reply:?}");
+        }
+        let (dead, survivor) = match victim {
+            Role::Prefill => (&mut prefill, &decode),
+            _ => (&mut decode, &prefill),
+        };
+        survivor.load("nothing", |l| (l.rooms, l.queued, l.quarantined_blocks) == (0, 0, 0)).await;
+        dead.restart(&[]).await;
+        router.sees(dead).await;
         router.assert_clean(&prefill, &decode).await;
     }
 }

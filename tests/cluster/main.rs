@@ -15,6 +15,7 @@ mod process;
 
 mod certificates;
 mod ends;
+mod fences;
 mod kills;
 mod rooms;
 mod router_process;

@@ -48,12 +48,15 @@ async fn a_router_may_neither_end_nor_take_another_routers_room() {
     };
     let e = foreign.ask(&decode, reserve(1)).await.unwrap_err();
     assert_eq!(e.kind(), ErrorKind::DuplicateRoom, "{e}");
+    // Nor by its own router with another key.
+    let issuer = Caller::new(Role::Router, "r");
+    let e = issuer.ask(&decode, reserve(2)).await.unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::DuplicateRoom, "{e}");
     // It went on untouched.
     assert!(leg(&decode.serving, r.decode_leg()).await.unwrap().is_done());
     assert!(waits.reply().await.unwrap().is_done());
     // Nor can it be had again, by anybody, with any key.
-    let issuer = Caller::new(Role::Router, "r");
-    for (caller, key) in [(&foreign, 2), (&issuer, 3)] {
+    for (caller, key) in [(&foreign, 3), (&issuer, 4)] {
         let e = caller.ask(&decode, reserve(key)).await.unwrap_err();
         assert_eq!(e.kind(), ErrorKind::RoomEnded, "{e}");
         assert!(e.to_string().contains("outcome=done"), "{e}");

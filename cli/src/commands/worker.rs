@@ -95,35 +95,47 @@ pub(crate) struct Args {
     /// Stop at a phase of the first room, for tests (needs a build with `fault-injection`)
     #[arg(long, value_name = "PHASE")]
     stop_at: Option<String>,
+    /// Give blocks back without a fence, for tests (needs a build with `fault-injection`)
+    #[arg(long)]
+    fence_off: bool,
     #[command(flatten)]
     security: SecurityArgs,
     #[command(flatten)]
     end: EndArgs,
 }
 
+/// Takes note of what is to go wrong.
 #[cfg(not(feature = "fault-injection"))]
-fn stop_at(phase: &str) -> Result<()> {
-    Err(Error::new(ErrorKind::Config, "this build has no stop hooks")
-        .with("asked", phase)
-        .hint("build with `--features fault-injection`, for tests only"))
+fn faults(args: &Args) -> Result<()> {
+    let asked = args.stop_at.as_ref().map(|phase| format!("--stop-at {phase}"));
+    match asked.or(args.fence_off.then(|| "--fence-off".into())) {
+        None => Ok(()),
+        Some(asked) => Err(Error::new(ErrorKind::Config, "this build has no stop hooks")
+            .with("asked", asked)
+            .hint("build with `--features fault-injection`, for tests only")),
+    }
 }
 
+/// Takes note of what is to go wrong.
 #[cfg(feature = "fault-injection")]
-fn stop_at(phase: &str) -> Result<()> {
+fn faults(args: &Args) -> Result<()> {
     use kvlane_actors::faults;
-    if !faults::PHASES.contains(&phase) {
-        return Err(Error::new(ErrorKind::NotFound, "no such phase")
-            .with("asked", phase)
-            .with("known", faults::PHASES.join(", ")));
+    if let Some(phase) = &args.stop_at {
+        if !faults::PHASES.contains(&phase.as_str()) {
+            return Err(Error::new(ErrorKind::NotFound, "no such phase")
+                .with("asked", phase)
+                .with("known", faults::PHASES.join(", ")));
+        }
+        faults::stop_at(phase);
     }
-    faults::stop_at(phase);
+    if args.fence_off {
+        faults::set_fences_off(true);
+    }
     Ok(())
 }
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
-    if let Some(phase) = &args.stop_at {
-        stop_at(phase)?;
-    }
+    faults(&args)?;
     let role = match args.role {
         Side::Prefill => Role::Prefill,
         Side::Decode => Role::Decode,
