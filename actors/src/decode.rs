@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use actix::prelude::*;
@@ -83,11 +84,31 @@ impl DecodeHandle {
     /// Lends blocks to a room.
     ///
     /// # Errors
-    /// A refusal leaves the blocks with the caller: [`ErrorKind::InvalidPlan`] for a list that does
+    /// An error leaves the blocks with the caller: [`ErrorKind::InvalidPlan`] for a list that does
     /// not fit, [`ErrorKind::DuplicateRoom`], [`ErrorKind::RoomEnded`], [`ErrorKind::NotFound`] for
-    /// a room that nobody reserved, [`ErrorKind::Busy`], [`ErrorKind::Draining`].
+    /// a room that nobody reserved, [`ErrorKind::Busy`], [`ErrorKind::Draining`],
+    /// [`ErrorKind::DeadlineExceeded`]. Except [`ErrorKind::Quarantined`]: the worker failed while
+    /// it took them, and they must not be used again.
+    ///
+    /// # Cancellation
+    /// Dropping the future is like an error if the worker has not taken the blocks, and like
+    /// dropping the [`Filling`] if it has: then they end in [`DecodeHandle::quarantine`].
     pub async fn lend(&self, request: LendRequest) -> Result<Filling> {
-        self.ask(LendIn(request)).await?
+        let claim = Claim::default();
+        let room = request.room;
+        // Whatever ends this early: if the worker has not begun, it never will.
+        let _cancel = Cancel(claim.clone());
+        match self.ask(LendIn(request, claim.clone())).await {
+            Ok(answer) => answer,
+            Err(e) if claim.cancel() => Err(e),
+            Err(e) => Err(Error::new(
+                ErrorKind::Quarantined,
+                "it is not known whether the blocks were lent",
+            )
+            .with("room", room)
+            .caused_by(e)
+            .hint("do not use them; restart the worker to get them back")),
+        }
     }
     /// Ends a room from this side; the filling ends with the outcome. Unknown rooms are fine.
     ///
@@ -173,6 +194,36 @@ fn gone() -> Error {
         .hint("see why in `ended()`, and start it again")
 }
 
+/// Whether blocks are the caller's or the worker's: decided once.
+#[derive(Clone, Default)]
+struct Claim(Arc<AtomicU8>);
+
+impl Claim {
+    const TAKEN: u8 = 1;
+    const CANCELLED: u8 = 2;
+
+    fn decide(&self, what: u8) -> bool {
+        let now = self.0.compare_exchange(0, what, Ordering::AcqRel, Ordering::Acquire);
+        now.is_ok() || now == Err(what)
+    }
+    /// The worker takes the blocks; false if the caller has gone.
+    fn take(&self) -> bool {
+        self.decide(Self::TAKEN)
+    }
+    /// The caller keeps the blocks; false if the worker has them.
+    fn cancel(&self) -> bool {
+        self.decide(Self::CANCELLED)
+    }
+}
+
+struct Cancel(Claim);
+
+impl Drop for Cancel {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
 /// A room that is being filled.
 #[derive(Debug)]
 pub struct Filling {
@@ -253,7 +304,7 @@ impl Ending {
 
 #[derive(Message)]
 #[rtype(result = "Result<Filling>")]
-struct LendIn(LendRequest);
+struct LendIn(LendRequest, Claim);
 
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -362,6 +413,8 @@ impl Rooms {
             }
             None => {
                 let (late, wait) = oneshot::channel();
+                let mut lent = lent;
+                lent.withhold();
                 self.withheld.insert(grant, (lent, late));
                 (None, Blocks::Withheld(wait))
             }
@@ -373,9 +426,15 @@ impl Rooms {
 fn dial(to: WorkerAddress, shell: &Shell, ctx: &mut Context<DecodeActor>) {
     let endpoint = shell.endpoint.clone();
     let actor = ctx.address();
+    let peer = to.key.identity.clone();
+    let dialling = actix::spawn(async move {
+        endpoint.dial(&to.address, Some(&to.key.identity), Purpose::Peer).await
+    });
     actix::spawn(async move {
-        let peer = to.key.identity;
-        let session = endpoint.dial(&to.address, Some(&peer), Purpose::Peer).await;
+        // A defect of the dial ends the dial, not the waiting for it.
+        let session = dialling.await.unwrap_or_else(|e| {
+            Err(Error::new(ErrorKind::Internal, "the dial has failed").caused_by(e))
+        });
         let _ = actor.send(Dialled { peer, session }).await;
     });
 }
@@ -428,13 +487,19 @@ impl Side for Rooms {
         self.machine.poll_timeout()
     }
     fn load(&self) -> Load {
-        self.machine.load()
+        let quarantined_blocks = self.ledger.blocks().min(u64::from(u32::MAX)) as u32;
+        Load { quarantined_blocks, ..self.machine.load() }
     }
 }
 
 impl Handler<LendIn> for DecodeActor {
     type Result = Result<Filling>;
-    fn handle(&mut self, LendIn(request): LendIn, ctx: &mut Context<Self>) -> Result<Filling> {
+    fn handle(&mut self, msg: LendIn, ctx: &mut Context<Self>) -> Result<Filling> {
+        let LendIn(request, claim) = msg;
+        if !claim.take() {
+            return Err(Error::new(ErrorKind::DeadlineExceeded, "the caller has gone")
+                .with("room", request.room));
+        }
         let LendRequest { room, span, blocks, prefill, deadline } = request;
         let deadline_ms = deadline.as_millis().min(u128::from(u64::MAX)) as u64;
         let list = blocks.clone();
@@ -482,5 +547,21 @@ impl Handler<Dialled> for DecodeActor {
                 self.drive(ctx);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_the_callers_or_the_workers_never_both() {
+        let claim = Claim::default();
+        assert!(claim.take());
+        assert!(!claim.cancel(), "the worker has them");
+        let claim = Claim::default();
+        drop(Cancel(claim.clone()));
+        assert!(!claim.take(), "the caller has gone with them");
+        assert!(claim.cancel(), "and stays the owner");
     }
 }

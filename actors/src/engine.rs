@@ -101,6 +101,10 @@ impl Commands {
     pub(crate) fn stop(&self) {
         self.handle.stop();
     }
+    /// For whoever ends the engine after a defect of the actor.
+    pub(crate) fn handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
 }
 
 /// Starts the engine, with the pool registered. `wake` tells the actor to look into the inbox; it

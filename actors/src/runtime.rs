@@ -15,6 +15,7 @@ use kvlane_proto::msg::service::{Load, Registration, WorkerAddress};
 use kvlane_proto::{
     Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey, limits,
 };
+use kvlane_transport::engine::driver::EngineHandle;
 use kvlane_transport::quic::{Endpoint, EndpointConfig, Security, Session};
 use kvlane_transport::random::{fill_random, random};
 use kvlane_transport::service_client::{RegistrationState, ServiceClient, keep_registered};
@@ -74,6 +75,29 @@ impl WorkerConfig {
             room_deadline_ms: limits::ROOM_DEADLINE_MS,
             reset_key: None,
         }
+    }
+}
+
+impl WorkerConfig {
+    /// Refuses here what every peer would refuse.
+    fn check(&self) -> Result<()> {
+        let bad = |field, found: u64, expected: String| {
+            Err(Error::new(ErrorKind::Config, format!("{field} is out of range"))
+                .with("found", found)
+                .with("expected", expected))
+        };
+        let (lanes, most) = (self.lanes_per_link, limits::LANES_PER_LINK_MAX);
+        if lanes == 0 || lanes > most {
+            return bad("lanes_per_link", lanes.into(), format!("1 to {most}"));
+        }
+        if self.lanes_per_room == 0 || self.lanes_per_room > lanes {
+            return bad("lanes_per_room", self.lanes_per_room.into(), format!("1 to {lanes}"));
+        }
+        let (least, most) = (limits::PART_BYTES_MIN, limits::PART_BYTES_MAX);
+        if self.part_bytes < least || self.part_bytes > most {
+            return bad("part_bytes", self.part_bytes, format!("{least} to {most}"));
+        }
+        Ok(())
     }
 }
 
@@ -212,7 +236,7 @@ async fn run<A>(
     let (end, ended) = watch::channel(None);
     let (state, registration) = watch::channel(RegistrationState::default());
     let begun = begin(config, make, load, alive, fate.clone());
-    let (actor, endpoint, record, service) = match begun {
+    let Begun { actor, endpoint, engine, record, service } = match begun {
         Ok(begun) => begun,
         Err(e) => {
             let _ = started.send(Err(e));
@@ -230,13 +254,22 @@ async fn run<A>(
         return;
     }
     tracing::info!(worker = %record.worker.key, address = %record.worker.address, "worker listens");
-    actix::spawn(accept(endpoint.clone(), actor.clone()));
+    let accepting = actix::spawn(accept(endpoint.clone(), actor.clone()));
     let registering = service.map(|service| {
         let client = ServiceClient::new(endpoint.clone(), service);
         actix::spawn(register(client, record, loads, state, actor.clone()))
     });
-    // The actor holds the other end: this returns when it has stopped, or has been unwound.
-    let _ = gone.await;
+    tokio::select! {
+        // The actor holds the other end: it has stopped, or has been unwound.
+        _ = gone => {}
+        _ = accepting => {
+            let why = Refusal::new(ErrorKind::Internal, "the worker accepts no sessions any more");
+            fate.set(WorkerEnd::Failed(why.clone()));
+            let _ = actor.send(Stop(why)).await;
+        }
+    }
+    // Whatever became of the actor: nothing lands once this has returned.
+    engine.stop();
     let why = fate.take();
     match &why {
         WorkerEnd::Stopped => tracing::info!("worker has stopped"),
@@ -251,7 +284,13 @@ async fn run<A>(
     System::current().stop();
 }
 
-type Begun<A> = (Addr<A>, Endpoint, Registration, Option<String>);
+struct Begun<A: Actor> {
+    actor: Addr<A>,
+    endpoint: Endpoint,
+    engine: EngineHandle,
+    record: Registration,
+    service: Option<String>,
+}
 
 fn begin<A>(
     config: WorkerConfig,
@@ -263,6 +302,7 @@ fn begin<A>(
 where
     A: Actor<Context = Context<A>> + Handler<SessionIn> + Handler<EngineWake>,
 {
+    config.check()?;
     let mut incarnation = [0; 16];
     fill_random(&mut incarnation)?;
     let key =
@@ -302,6 +342,7 @@ where
         }
     })?;
     let service = config.service.clone();
+    let handle = engine.handle();
     let parts = Parts {
         config,
 
@@ -317,7 +358,7 @@ where
     let addr = make(parts).start();
     let _ = actor.set(addr.clone());
     addr.do_send(EngineWake(true));
-    Ok((addr, endpoint, record, service))
+    Ok(Begun { actor: addr, endpoint, engine: handle, record, service })
 }
 
 async fn accept<A: Actor<Context = Context<A>> + Handler<SessionIn>>(
@@ -342,22 +383,14 @@ async fn register<A: Actor<Context = Context<A>> + Handler<Stop>>(
 ) {
     let state = Arc::new(state);
     loop {
-        let (inner, mut said) = watch::channel(RegistrationState::default());
-        let out = state.clone();
-        let relay = actix::spawn(async move {
-            while said.changed().await.is_ok() {
-                out.send_replace(said.borrow_and_update().clone());
-            }
-        });
-        let task = actix::spawn(keep_registered(
+        let end = actix::spawn(keep_registered(
             client.clone(),
             record.clone(),
             LeaseConfig::default(),
             loads.clone(),
-            inner,
-        ));
-        let end = task.await;
-        relay.abort();
+            state.clone(),
+        ))
+        .await;
         match end {
             Ok(Ok(())) => return,
             Ok(Err(e)) => {

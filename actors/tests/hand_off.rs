@@ -255,3 +255,21 @@ async fn aborts_from_either_side_end_both_and_give_back_all_blocks() {
     let lanes = u32::from(kvlane_proto::limits::LANES_PER_LINK);
     loads.wait_for(|l| l.rooms == 0 && l.free_lanes == lanes).await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_that_every_peer_would_refuse_are_refused_at_start() {
+    let with = |change: fn(&mut WorkerConfig)| {
+        let (mut decode, _) = config(Role::Decode, "d", layout());
+        change(&mut decode);
+        DecodeWorker::start(decode).err().unwrap()
+    };
+    for (e, field) in [
+        (with(|c| c.lanes_per_link = 0), "lanes_per_link"),
+        (with(|c| c.lanes_per_room = 0), "lanes_per_room"),
+        (with(|c| c.lanes_per_room = 5), "lanes_per_room"),
+        (with(|c| c.part_bytes = 1), "part_bytes"),
+    ] {
+        assert_eq!(e.kind(), ErrorKind::Config);
+        assert!(e.to_string().contains(field), "{e}");
+    }
+}

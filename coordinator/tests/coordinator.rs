@@ -112,7 +112,7 @@ impl Worker {
         let client = ServiceClient::new(endpoint.clone(), service.to_string());
         let fast = LeaseConfig { answer_ms: 500, retry_ms: 20, retry_max_ms: 100 };
         let kept = tokio::spawn(async move {
-            let _ = keep_registered(client, registration, fast, load, tell).await;
+            let _ = keep_registered(client, registration, fast, load, tell.into()).await;
         });
         let script = Arc::new(Mutex::new(Script::default()));
         let (bump, changed) = watch::channel(0);

@@ -3,6 +3,7 @@
 //! [`ServiceClient`] asks; [`keep_registered`] drives the machine of [`kvlane_proto::lease`] for a
 //! worker. Both survive a restart of the service: the next question dials again.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_proto::layout::Difference;
@@ -192,7 +193,7 @@ pub async fn keep_registered(
     registration: Registration,
     cfg: LeaseConfig,
     mut loads: watch::Receiver<Load>,
-    state: watch::Sender<RegistrationState>,
+    state: Arc<watch::Sender<RegistrationState>>,
 ) -> Result<()> {
     let mut holder = Holder::new(cfg, clock::now());
     holder.handle_timeout(clock::now());

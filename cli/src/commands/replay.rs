@@ -84,6 +84,7 @@ pub(crate) async fn replay(
     let mut totals = Totals {
         model: cluster.model.clone(),
         engine: cluster.engine.clone(),
+        emulated: cluster.engine.contains("emulated"),
         prompts_cut: requests.iter().filter(|r| r.cut).count() as u64,
         ..Totals::default()
     };

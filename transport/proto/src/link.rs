@@ -41,7 +41,7 @@ pub struct LinkConfig {
     pub part_bytes: u64,
     /// This side receives pages (decode, which has dialled).
     pub receiver: bool,
-    /// Longest silence between two frames is twice this.
+    /// What counts as one missed heartbeat; beats go out twice as often.
     pub heartbeat_ms: u64,
     /// Heartbeats that may be missed.
     pub misses: u32,

@@ -57,12 +57,14 @@ pub struct Lent {
     grant: GrantId,
     blocks: Option<BlockList>,
     ledger: Arc<Quarantine>,
+    /// It stands in the ledger.
+    withheld: bool,
 }
 
 impl Lent {
     /// Takes blocks from the allocator for `grant`.
     pub fn new(room: RoomId, grant: GrantId, blocks: BlockList, ledger: &Arc<Quarantine>) -> Self {
-        Self { room, grant, blocks: Some(blocks), ledger: ledger.clone() }
+        Self { room, grant, blocks: Some(blocks), ledger: ledger.clone(), withheld: false }
     }
     /// The room they are for.
     pub fn room(&self) -> RoomId {
@@ -80,6 +82,14 @@ impl Lent {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+    /// The fence does not complete: the blocks stand in the ledger until they are given back.
+    pub fn withhold(&mut self) {
+        if let Some(blocks) = self.blocks.as_ref().filter(|_| !self.withheld) {
+            self.withheld = true;
+            let (room, grant, blocks) = (self.room, self.grant, blocks.clone());
+            self.ledger.add(Quarantined { room, grant, blocks });
+        }
+    }
     /// Gives the blocks back.
     ///
     /// # Errors
@@ -94,15 +104,16 @@ impl Lent {
                 .with("room", self.room);
             return Err((self, e));
         }
+        if self.withheld {
+            self.ledger.remove(self.room, self.grant);
+        }
         Ok(self.blocks.take().unwrap_or(BlockList::EMPTY))
     }
 }
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        if let Some(blocks) = self.blocks.take() {
-            self.ledger.add(Quarantined { room: self.room, grant: self.grant, blocks });
-        }
+        self.withhold();
     }
 }
 
@@ -137,10 +148,16 @@ impl Quarantine {
             blocks = entry.blocks.len(),
             "blocks are withheld: nothing proves that nobody writes to them; restart the worker to get them back"
         );
+        // Workers of one process share the gauge.
+        metrics::gauge!("kvlane_quarantined_blocks").increment(entry.blocks.len() as f64);
+        self.entries().push(entry);
+    }
+    fn remove(&self, room: RoomId, grant: GrantId) {
         let mut entries = self.entries();
-        entries.push(entry);
-        let blocks: u64 = entries.iter().map(|e| e.blocks.len()).sum();
-        metrics::gauge!("kvlane_quarantined_blocks").set(blocks as f64);
+        if let Some(at) = entries.iter().position(|e| (e.room, e.grant) == (room, grant)) {
+            let entry = entries.remove(at);
+            metrics::gauge!("kvlane_quarantined_blocks").decrement(entry.blocks.len() as f64);
+        }
     }
     /// Number of blocks withheld.
     pub fn blocks(&self) -> u64 {
@@ -169,6 +186,18 @@ mod tests {
         assert!(e.to_string().contains("found=8, expected=7"), "{e}");
         let own = proof_for_tests(GrantId(7), FenceHow::Revoke);
         assert_eq!(still.give_back(own).unwrap().expand(10).unwrap(), [3, 9, 4]);
+        assert_eq!(ledger.blocks(), 0);
+    }
+
+    #[test]
+    fn withheld_blocks_stand_in_the_ledger_until_their_proof_comes() {
+        let ledger = Arc::default();
+        let mut one = lent(&ledger);
+        one.withhold();
+        one.withhold();
+        assert_eq!((ledger.blocks(), ledger.list().len()), (3, 1));
+        let own = proof_for_tests(GrantId(7), FenceHow::Revoke);
+        assert_eq!(one.give_back(own).unwrap().len(), 3);
         assert_eq!(ledger.blocks(), 0);
     }
 

@@ -28,7 +28,7 @@ pub struct PeerFrame {
 /// What one worker tells another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PeerMsg {
-    /// Nothing but being alive; sent every [`limits::HEARTBEAT_MS`].
+    /// Nothing but being alive; sent when half of [`limits::HEARTBEAT_MS`] has passed in silence.
     Heartbeat,
     /// Asks for a frame at once, because the death notice came.
     Probe,
