@@ -222,7 +222,7 @@ async fn a_kept_registration_survives_a_restart_and_gives_way_to_a_newer_start()
         registration(&d),
         LeaseConfig { answer_ms: 500, retry_ms: 20, retry_max_ms: 100 },
         load,
-        state,
+        state.into(),
     ));
     let registered = |s: &RegistrationState| matches!(s, RegistrationState::Registered(_));
     timeout(CAP, states.wait_for(registered)).await.unwrap().unwrap();
