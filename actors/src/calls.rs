@@ -7,6 +7,7 @@ use kvlane_proto::decode::CallId;
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame};
 use kvlane_proto::{Error, ErrorKind, Identity, Refusal};
 use kvlane_transport::quic::{FrameSender, Session};
+use kvlane_transport::seats::{SEATS_PER_IDENTITY, Seats};
 
 /// Calls of one session that may wait at a time.
 const CALLS_PER_SESSION_MAX: usize = 4096;
@@ -35,16 +36,28 @@ struct Waiting {
 }
 
 /// The calls that wait for their answer.
-#[derive(Default)]
 pub(crate) struct Calls {
+    seats: Seats,
     waiting: HashMap<CallId, Waiting>,
     per_session: HashMap<u64, usize>,
     next: u64,
     sessions: u64,
 }
 
+impl Default for Calls {
+    fn default() -> Self {
+        Self {
+            seats: Seats::new("call", SEATS_PER_IDENTITY),
+            waiting: HashMap::new(),
+            per_session: HashMap::new(),
+            next: 0,
+            sessions: 0,
+        }
+    }
+}
+
 impl Calls {
-    /// Reads a session's calls into the actor.
+    /// Reads a session's calls into the actor. A caller that opens too many loses its oldest.
     pub(crate) fn open<A>(&mut self, session: Session, actor: &Addr<A>)
     where
         A: Actor<Context = Context<A>> + Handler<CallIn> + Handler<CallsGone>,
@@ -52,13 +65,20 @@ impl Calls {
         self.sessions += 1;
         let number = self.sessions;
         let from = session.peer.identity.clone();
+        let mut seat = self.seats.take(&from);
         let actor = actor.clone();
         let (answers, mut calls, watch) = session.into_parts::<ReplyFrame, CallFrame>();
         actix::spawn(async move {
-            // Its end would be this process's death notice.
-            let _watch = watch;
+            // The end of `watch` would be this process's death notice.
             loop {
-                match calls.recv().await {
+                let received = tokio::select! {
+                    received = calls.recv() => received,
+                    () = seat.taken() => {
+                        watch.close("too many sessions of this identity, and this was the oldest");
+                        break;
+                    }
+                };
+                match received {
                     Ok(Some(frame)) => {
                         let (from, answers) = (from.clone(), answers.clone());
                         let call = CallIn { session: number, from, frame, answers };
@@ -74,6 +94,7 @@ impl Calls {
                 }
             }
             let _ = actor.send(CallsGone { session: number }).await;
+            drop(watch);
         });
     }
 

@@ -22,7 +22,7 @@ pub enum EngineChoice {
     Tcp(TcpConfig),
 }
 
-/// Refused frames that are kept one by one; what is beyond is only counted.
+/// Refused frames that are kept one by one; what is beyond is only counted, by the engine.
 const SCRAPS_MAX: usize = 256;
 
 /// Events that the actor has not taken.
@@ -44,9 +44,7 @@ impl Inbox {
     fn put(&self, events: Vec<EngineEvent>) -> bool {
         let mut pending = self.pending();
         for event in events {
-            if let EngineEvent::Scrapped { bytes, .. } = &event {
-                metrics::counter!("kvlane_scrapped_frames_total").increment(1);
-                metrics::counter!("kvlane_scrapped_bytes_total").increment(*bytes);
+            if matches!(event, EngineEvent::Scrapped { .. }) {
                 if pending.scraps >= SCRAPS_MAX {
                     continue;
                 }

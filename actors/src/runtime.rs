@@ -16,9 +16,8 @@ use kvlane_proto::{
     Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey, limits,
 };
 use kvlane_transport::quic::{Endpoint, EndpointConfig, Security, Session};
-use kvlane_transport::service_client::{
-    RegistrationState, ServiceClient, fill_random, keep_registered, random,
-};
+use kvlane_transport::random::{fill_random, random};
+use kvlane_transport::service_client::{RegistrationState, ServiceClient, keep_registered};
 use tokio::sync::{oneshot, watch};
 
 use crate::engine::{self, Commands, EngineChoice, Inbox};

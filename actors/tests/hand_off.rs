@@ -9,9 +9,15 @@ use kvlane_actors::{
     PrefillHandle, PrefillWorker, Ready, WorkerConfig, WorkerEnd,
 };
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
-use kvlane_proto::{BlockList, ErrorKind, Identity, Layout, Outcome, Role, RoomId, Span};
+use kvlane_proto::msg::Purpose;
+use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame};
+use kvlane_proto::{
+    BlockList, ErrorKind, Identity, Incarnation, Layout, Outcome, Role, RoomId, Span, WorkerKey,
+};
 use kvlane_transport::engine::tcp::TcpConfig;
-use kvlane_transport::quic::Security;
+use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
+use kvlane_transport::seats::SEATS_PER_IDENTITY;
+use tokio::time::timeout;
 
 const BLOCKS: u32 = 64;
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -198,6 +204,33 @@ async fn a_dropped_filling_quarantines_and_a_bad_list_leaves_no_trace() {
     let mut loads = pair.decode.loads();
     loads.wait_for(|l| l.rooms == 0).await.unwrap();
     assert_eq!(pair.decode.quarantine().blocks(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_caller_cannot_open_sessions_without_end() {
+    let pair = pair_of(layout(), 1 << 20);
+    let at = pair.decode.address().address.clone();
+    let identity = Identity::new("test", Role::Router, "greedy", 0).unwrap();
+    let me = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
+    let cfg = EndpointConfig::new(([127, 0, 0, 1], 0).into(), Security::Insecure, me);
+    let caller = Endpoint::bind(cfg).unwrap();
+    let mut sessions = Vec::new();
+    for id in 0..SEATS_PER_IDENTITY as u64 + 2 {
+        let session = caller.dial(&at, None, Purpose::Call).await.unwrap();
+        let (tx, mut rx, watch) = session.into_parts::<CallFrame, ReplyFrame>();
+        // The newest is answered, so the worker has seen it.
+        tx.try_send(&CallFrame { id, call: Call::Ping }).unwrap();
+        let answer = timeout(DEADLINE, rx.recv()).await.unwrap().unwrap().unwrap();
+        assert_eq!((answer.id, answer.reply), (id, Ok(Reply::Pong)));
+        sessions.push((tx, rx, watch));
+    }
+    for (_, rx, _) in &mut sessions[..2] {
+        let end = timeout(DEADLINE, rx.recv()).await.unwrap();
+        assert!(!matches!(end, Ok(Some(_))), "the oldest goes: {end:?}");
+    }
+    let (tx, rx, _) = &mut sessions[2];
+    tx.try_send(&CallFrame { id: 7, call: Call::Ping }).unwrap();
+    assert_eq!(timeout(DEADLINE, rx.recv()).await.unwrap().unwrap().unwrap().id, 7);
 }
 
 #[tokio::test(flavor = "multi_thread")]

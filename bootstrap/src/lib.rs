@@ -6,8 +6,8 @@
 //! from none.
 //!
 //! Invariants: a session asks one question at a time of the actor and is read no further until it
-//! is answered, so a peer that floods fills its own session only; a peer that does not read its
-//! answers loses its session; who asks is who the session proved; the registry's death (a defect)
+//! is answered, so a peer that floods fills its own session only; one identity has a few sessions,
+//! and one more ends its oldest; a peer that does not read its answers loses its session; who asks is who the session proved; the registry's death (a defect)
 //! starts an empty one, under a new log, and every reader and worker notices.
 
 mod registry;
@@ -21,6 +21,7 @@ use std::time::Duration;
 use kvlane_proto::registry::RegistryConfig;
 use kvlane_proto::{Error, ErrorKind, Result, limits};
 use kvlane_transport::quic::Security;
+use kvlane_transport::seats::SEATS_PER_IDENTITY;
 use tokio::sync::oneshot;
 
 /// What a bootstrap service needs.
@@ -44,6 +45,8 @@ pub struct BootstrapConfig {
     pub issuer_quarantine_ms: u64,
     /// Most sessions at a time.
     pub sessions_max: usize,
+    /// Most sessions of one identity at a time; one more ends its oldest.
+    pub sessions_per_identity: usize,
 }
 
 impl BootstrapConfig {
@@ -59,17 +62,18 @@ impl BootstrapConfig {
             issuer_lease_ms: limits::ISSUER_LEASE_MS,
             issuer_quarantine_ms: limits::ISSUER_QUARANTINE_MS,
             sessions_max: limits::WORKERS_MAX + 1024,
+            sessions_per_identity: SEATS_PER_IDENTITY,
         }
     }
 
     /// The registry's part, for one start of it.
-    fn registry(&self, random: u64, first_epoch: u64) -> RegistryConfig {
+    fn registry(&self, random: u64, started_us: u64) -> RegistryConfig {
         RegistryConfig {
             worker_lease_ms: self.worker_lease_ms,
             worker_keep_ms: self.worker_keep_ms,
             issuer_lease_ms: self.issuer_lease_ms,
             issuer_quarantine_ms: self.issuer_quarantine_ms,
-            ..RegistryConfig::new(&self.cluster, random, first_epoch)
+            ..RegistryConfig::new(&self.cluster, random, started_us)
         }
     }
 }

@@ -13,11 +13,12 @@ use kvlane_proto::{
     Blame, Error, ErrorKind, Identity, Incarnation, Refusal, Result, Role, WorkerKey,
 };
 use kvlane_transport::quic::{Death, Endpoint, EndpointConfig, Security, Session, tls};
-use kvlane_transport::service_client::fill_random;
+use kvlane_transport::random::fill_random;
+use kvlane_transport::seats::{Seat, Seats};
 use tokio::sync::oneshot;
 
 use crate::BootstrapConfig;
-use crate::registry::{RegistryActor, Told};
+use crate::registry::{Lost, Question, RegistryActor};
 
 /// How long peers may take to hear that the service stops.
 const CLOSE_MS: u64 = 1_000;
@@ -27,6 +28,14 @@ struct Shared {
     cfg: BootstrapConfig,
     registry: RefCell<Addr<RegistryActor>>,
     sessions: Cell<usize>,
+    seats: RefCell<Seats>,
+}
+
+impl Shared {
+    fn new(cfg: BootstrapConfig, registry: RefCell<Addr<RegistryActor>>) -> Self {
+        let seats = RefCell::new(Seats::new("service", cfg.sessions_per_identity));
+        Self { cfg, registry, sessions: Cell::new(0), seats }
+    }
 }
 
 pub(crate) async fn run(
@@ -64,7 +73,7 @@ fn open(cfg: BootstrapConfig) -> Result<(Endpoint, Rc<Shared>)> {
     let me = WorkerKey { identity, incarnation: Incarnation(start) };
     let endpoint = Endpoint::bind(EndpointConfig::new(cfg.listen, cfg.security.clone(), me))?;
     let registry = RefCell::new(start_registry(&cfg)?);
-    Ok((endpoint, Rc::new(Shared { cfg, registry, sessions: Cell::new(0) })))
+    Ok((endpoint, Rc::new(Shared::new(cfg, registry))))
 }
 
 /// The certificate's identity where there is one, else the configured.
@@ -86,11 +95,12 @@ fn identity(cfg: &BootstrapConfig) -> Result<Identity> {
 fn start_registry(cfg: &BootstrapConfig) -> Result<Addr<RegistryActor>> {
     let mut random = [0; 8];
     fill_random(&mut random)?;
-    // Epochs only have to grow over restarts of a service that has no memory. Microseconds leave
-    // every start a million registrations a second before it meets the next one's.
+    // Epochs and counters only have to grow over restarts of a service that has no memory.
+    // Microseconds leave every start a million registrations a second before it meets the next
+    // one's.
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let first_epoch = since_1970.as_micros().min(u128::from(u64::MAX >> 1)) as u64;
-    Ok(RegistryActor::new(cfg.registry(u64::from_le_bytes(random), first_epoch)).start())
+    let started_us = since_1970.as_micros().min(u128::from(u64::MAX >> 1)) as u64;
+    Ok(RegistryActor::new(cfg.registry(u64::from_le_bytes(random), started_us)).start())
 }
 
 /// Counts a session out when its task ends, however it ends.
@@ -115,23 +125,29 @@ fn accept(shared: &Rc<Shared>, session: Session) {
     if shared.sessions.get() >= shared.cfg.sessions_max {
         return refused("full");
     }
+    let seat = shared.seats.borrow_mut().take(&session.peer.identity);
     shared.sessions.set(shared.sessions.get() + 1);
     metrics::gauge!("kvlane_bootstrap_sessions").increment(1.0);
     let place = Place(Rc::clone(shared));
     actix::spawn(async move {
         let peer = session.peer.clone();
-        let why = serve(&place.0, session).await;
+        let why = serve(&place.0, session, seat).await;
         tracing::debug!(%peer, why = %why.map_or_else(|| "done".into(), |e| e.to_string()), "session ended");
     });
 }
 
 /// Runs one session to its end; returns why it ended, unless the peer ended it on purpose.
-async fn serve(shared: &Rc<Shared>, session: Session) -> Option<Error> {
+async fn serve(shared: &Rc<Shared>, session: Session, mut seat: Seat) -> Option<Error> {
     let peer = session.peer.clone();
     let (tx, mut rx, mut watch) = session.into_parts::<ServiceResponse, ServiceRequest>();
     loop {
         let received = tokio::select! {
             received = rx.recv() => received,
+            () = seat.taken() => {
+                let why = "too many sessions of this identity, and this was the oldest";
+                watch.close(why);
+                return Some(Error::new(ErrorKind::LimitExceeded, why));
+            }
             death = watch.died() => match death {
                 // The session may live on; the lease decides about the worker.
                 Death::Notice => {
@@ -161,19 +177,15 @@ async fn serve(shared: &Rc<Shared>, session: Session) -> Option<Error> {
 }
 
 async fn ask_registry(shared: &Shared, peer: &WorkerKey, ask: Ask) -> Result<Answer, Refusal> {
-    let (reply, answer) = oneshot::channel();
     let addr = shared.registry.borrow().clone();
-    let told = addr.send(Told::Ask { from: peer.clone(), ask, reply }).await;
-    match (told, answer.await) {
-        (Ok(()), Ok(answer)) => answer,
-        _ => Err(revive(shared, &addr)),
-    }
+    let answer = addr.send(Question { from: peer.clone(), ask }).await;
+    answer.unwrap_or_else(|_| Err(revive(shared, &addr)))
 }
 
 fn suspect(shared: &Shared, peer: &WorkerKey) {
     if peer.identity.role.counterpart().is_some() {
         metrics::counter!("kvlane_bootstrap_suspicions_total").increment(1);
-        shared.registry.borrow().do_send(Told::Lost(peer.clone()));
+        shared.registry.borrow().do_send(Lost(peer.clone()));
     }
 }
 
@@ -203,7 +215,7 @@ mod tests {
         actix::System::new().block_on(async {
             let cfg = BootstrapConfig::new(([127, 0, 0, 1], 0).into(), Security::Insecure, "c");
             let registry = RefCell::new(start_registry(&cfg).unwrap());
-            let shared = Shared { cfg, registry, sessions: Cell::new(0) };
+            let shared = Shared::new(cfg, registry);
             let reader = WorkerKey {
                 identity: Identity::new("c", Role::Router, "r", 0).unwrap(),
                 incarnation: Incarnation([0; 16]),
@@ -217,7 +229,7 @@ mod tests {
             };
             let first = log(list().await);
             assert_eq!(log(list().await), first);
-            shared.registry.borrow().do_send(Told::Die);
+            shared.registry.borrow().do_send(crate::registry::Die);
             assert_eq!(list().await.unwrap_err().kind, ErrorKind::Internal);
             assert_ne!(log(list().await), first);
         });

@@ -183,6 +183,34 @@ async fn a_flood_that_reads_no_answers_does_not_keep_others_from_theirs() {
 }
 
 #[tokio::test]
+async fn one_identity_cannot_take_every_session() {
+    let cfg = BootstrapConfig {
+        sessions_max: 4,
+        sessions_per_identity: 2,
+        ..BootstrapConfig::new(any(), Security::Insecure, "c")
+    };
+    let service = Bootstrap::start(cfg).unwrap();
+    let address = service.local_addr().to_string();
+    let greedy = endpoint(&key(Role::Router, "greedy", 1));
+    let mut sessions = Vec::new();
+    for id in 0..10 {
+        let session = greedy.dial(&address, None, Purpose::Service).await.unwrap();
+        let (tx, mut rx, watch) = session.into_parts::<ServiceRequest, ServiceResponse>();
+        // The newest is served, so the service has seen it.
+        tx.try_send(&ServiceRequest { id, ask: Ask::List { after: Cursor::default() } }).unwrap();
+        assert_eq!(timeout(CAP, rx.recv()).await.unwrap().unwrap().unwrap().id, id);
+        sessions.push((tx, rx, watch));
+        if id >= 2 {
+            let (_, rx, _) = &mut sessions[id as usize - 2];
+            let end = timeout(CAP, rx.recv()).await.unwrap();
+            assert!(!matches!(end, Ok(Some(_))), "the oldest goes: {end:?}");
+        }
+    }
+    let d = key(Role::Decode, "d", 1);
+    client(&d, service.local_addr()).register(registration(&d)).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_kept_registration_survives_a_restart_and_gives_way_to_a_newer_start() {
     let service = start(any());
     let address = service.local_addr();

@@ -89,7 +89,7 @@ impl HandoffOutcome {
     }
 }
 
-/// What is remembered of a room until its deadline.
+/// What is remembered of a room, until [`crate::ROOMS_REMEMBERED_MAX`] newer ones are.
 #[derive(Debug)]
 pub(crate) struct Room {
     pub(crate) id: RoomId,

@@ -7,8 +7,9 @@ use kvlane_proto::lease::{Event, Holder, LeaseConfig, Output};
 use kvlane_proto::msg::call::Call;
 use kvlane_proto::{Blame, Error, ErrorKind, Refusal, Result, limits};
 use kvlane_transport::clock;
+use kvlane_transport::random::random;
 use kvlane_transport::rpc::Failure;
-use kvlane_transport::service_client::{ServiceClient, random};
+use kvlane_transport::service_client::ServiceClient;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
@@ -138,7 +139,7 @@ async fn follow(shared: &Shared, service: &ServiceClient, follower: &mut Followe
                 // Who has said how it is doing needs no guess any more.
                 let mut recent = lock(&shared.recent);
                 for w in &page.workers {
-                    recent.remove(&w.registration.worker.key.identity);
+                    recent.said(&w.registration.worker.key.identity);
                 }
             }
             follower.take(clock::now(), page, limits::WORKER_LEASE_MS);

@@ -36,13 +36,13 @@ mod issuer;
 mod keeper;
 mod view;
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::Hash;
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvlane_proto::ended::Memory;
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
 use kvlane_proto::msg::service::WorkerAddress;
 use kvlane_proto::{
@@ -51,17 +51,18 @@ use kvlane_proto::{
 };
 use kvlane_transport::clock;
 use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
+use kvlane_transport::random::fill_random;
 use kvlane_transport::rpc::{CallExchange, Client, Failure, Target};
-use kvlane_transport::service_client::{ServiceClient, fill_random};
+use kvlane_transport::service_client::ServiceClient;
 use kvlane_transport::wire::message::DURATION_MS_MAX;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use handoff::{AbortOrder, Guard, Room};
 pub use handoff::{Handoff, HandoffOutcome, Leg};
 use issuer::Issuer;
-use view::Candidates;
+use view::{Candidates, Recent};
 pub use view::{ClusterView, Member, PairScore};
 
 /// Rooms that one coordinator remembers.
@@ -169,45 +170,24 @@ pub(crate) struct Shared {
     cfg: CoordinatorConfig,
     issuer: Issuer,
     view: watch::Sender<Arc<ClusterView>>,
-    /// Rooms reserved at a worker since it last said how it is doing.
-    recent: Mutex<HashMap<Identity, u32>>,
+    recent: Mutex<Recent>,
     /// Asks the keeper for a fresh snapshot at once.
     hurry: Notify,
     workers: Arc<Workers>,
-    rooms: Mutex<Remembered<RoomId, Arc<Room>>>,
-    keys: Mutex<Remembered<IdempotencyKey, Arc<Room>>>,
+    rooms: Mutex<Memory<RoomId, Arc<Room>>>,
+    keys: Mutex<Memory<IdempotencyKey, Pin>>,
     aborts: mpsc::Sender<AbortOrder>,
     turn: AtomicUsize,
 }
+
+/// The room of one idempotency key, once there is one. Held while a request with the key is being
+/// placed, so that others with the same key wait for what it gets.
+type Pin = Arc<tokio::sync::Mutex<Option<Arc<Room>>>>;
 
 /// Sessions to workers, one for each start of each.
 pub(crate) struct Workers {
     endpoint: Endpoint,
     clients: Mutex<HashMap<WorkerKey, Client<CallExchange>>>,
-}
-
-/// A map that forgets the oldest entries first.
-struct Remembered<K, V> {
-    map: HashMap<K, V>,
-    order: VecDeque<K>,
-    max: usize,
-}
-
-impl<K: Copy + Eq + Hash, V> Remembered<K, V> {
-    fn new(max: usize) -> Self {
-        Self { map: HashMap::new(), order: VecDeque::new(), max }
-    }
-    fn insert(&mut self, key: K, value: V) {
-        if self.map.insert(key, value).is_none() {
-            self.order.push_back(key);
-        }
-        // Keys that were removed stay in the order until it is their turn.
-        while self.order.len() > self.max {
-            if let Some(oldest) = self.order.pop_front() {
-                self.map.remove(&oldest);
-            }
-        }
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -263,11 +243,11 @@ impl Coordinator {
         let shared = Arc::new(Shared {
             issuer: Issuer::default(),
             view: watch::Sender::new(Arc::default()),
-            recent: Mutex::default(),
+            recent: Mutex::new(Recent::new(cfg.refresh_ms)),
             hurry: Notify::new(),
             workers: Arc::clone(&workers),
-            rooms: Mutex::new(Remembered::new(ROOMS_REMEMBERED_MAX)),
-            keys: Mutex::new(Remembered::new(limits::KEYS_MAX)),
+            rooms: Mutex::new(Memory::new(ROOMS_REMEMBERED_MAX)),
+            keys: Mutex::new(Memory::new(limits::KEYS_MAX)),
             aborts,
             turn: AtomicUsize::new(0),
             cfg,
@@ -306,7 +286,6 @@ impl Coordinator {
     /// [`ErrorKind::Busy`], [`ErrorKind::Incompatible`], [`ErrorKind::Draining`],
     /// [`ErrorKind::NotFound`], …; [`ErrorKind::LeaseExpired`] without a live issuer slot.
     pub async fn reserve(&self, request: PairRequest) -> Result<Handoff> {
-        let shared = &*self.shared;
         if self.tasks.keeper.is_finished() {
             return Err(Error::new(ErrorKind::Internal, "the coordinator's keeper has ended")
                 .hint("connect again, and report this defect"));
@@ -322,21 +301,43 @@ impl Coordinator {
             }
         }
         let due = Instant::now() + request.deadline;
-        let key = match request.key {
-            Some(key) => key,
+        let result = match request.key {
+            Some(key) => self.place_once(&request, key, due).await,
             None => {
                 let mut key = [0; 16];
                 fill_random(&mut key)?;
-                IdempotencyKey(key)
+                self.place(&request, (IdempotencyKey(key), due), &mut None).await
             }
-        };
-        let result = match shared.pinned(&request) {
-            Ok(Some(room)) => self.repeat(&request, key, due, room).await,
-            Ok(None) => self.place(&request, key, due).await,
-            Err(e) => Err(e),
         };
         let label = result.as_ref().map_or_else(|e| e.kind().code(), |_| "reserved");
         metrics::counter!("kvlane_coordinator_reservations_total", "result" => label).increment(1);
+        result
+    }
+
+    /// Places a request unless its key has a room already; one request of a key at a time.
+    async fn place_once(
+        &self,
+        request: &PairRequest,
+        key: IdempotencyKey,
+        due: Instant,
+    ) -> Result<Handoff> {
+        let shared = &*self.shared;
+        let pin = shared.pin(key);
+        let result = match timeout_at(due, pin.lock()).await {
+            Ok(mut pinned) => match shared.judge_pinned(request, pinned.as_ref()) {
+                Ok(Some(room)) => self.repeat(request, key, due, room).await,
+                Ok(None) => self.place(request, (key, due), &mut pinned).await,
+                Err(e) => Err(e),
+            },
+            Err(_) => Err(Error::new(
+                ErrorKind::DeadlineExceeded,
+                "another request with the same key is still being placed",
+            )
+            .blamed(Blame::Caller)
+            .with("deadline_ms", ms(request.deadline))
+            .hint("give the hand-off more time, or use a key of its own for every new one")),
+        };
+        shared.unpin(key, &pin);
         result
     }
 
@@ -364,8 +365,8 @@ impl Coordinator {
     async fn place(
         &self,
         request: &PairRequest,
-        key: IdempotencyKey,
-        due: Instant,
+        (key, due): (IdempotencyKey, Instant),
+        pinned: &mut Option<Arc<Room>>,
     ) -> Result<Handoff> {
         let shared = &*self.shared;
         let turn = shared.turn.fetch_add(1, Ordering::Relaxed);
@@ -377,8 +378,9 @@ impl Coordinator {
             let mut busiest = None;
             let mut stale = false;
             for (prefill, decode) in &pairs {
-                match shared.try_pair(request, (key, due), (prefill, decode), Duration::ZERO).await
-                {
+                let room = shared.new_room(request, (prefill, decode))?;
+                *pinned = Some(Arc::clone(&room));
+                match shared.try_pair(room, (key, due), (prefill, decode), Duration::ZERO).await {
                     Ok(handoff) => return Ok(handoff),
                     Err(e) => {
                         stale |= matches!(
@@ -399,7 +401,9 @@ impl Coordinator {
             if let Some((prefill, decode)) = busiest
                 && !request.wait.is_zero()
             {
-                match shared.try_pair(request, (key, due), (prefill, decode), request.wait).await {
+                let room = shared.new_room(request, (prefill, decode))?;
+                *pinned = Some(Arc::clone(&room));
+                match shared.try_pair(room, (key, due), (prefill, decode), request.wait).await {
                     Ok(handoff) => return Ok(handoff),
                     Err(e) => candidates.refuse_again(decode.key(), &e),
                 }
@@ -421,7 +425,8 @@ impl Coordinator {
     }
 
     fn candidates(&self, request: &PairRequest, turn: usize) -> Candidates {
-        let recent = lock(&self.shared.recent);
+        let mut recent = lock(&self.shared.recent);
+        recent.expire(clock::now());
         let (prefill, decode) = (request.prefill.as_ref(), request.decode.as_ref());
         self.snapshot().candidates(prefill, decode, &recent, turn)
     }
@@ -432,7 +437,7 @@ impl Coordinator {
     /// restarted or whose lease is over has taken its rooms with it: that is a failure of its leg.
     pub async fn await_outcome(&self, room: RoomId, wait: Duration) -> HandoffOutcome {
         let shared = &*self.shared;
-        let known = lock(&shared.rooms).map.get(&room).cloned();
+        let known = lock(&shared.rooms).get(&room).cloned();
         let Some(known) = known else {
             let e = Error::new(ErrorKind::NotFound, "no such room is known to this router")
                 .with("room", room);
@@ -484,16 +489,43 @@ impl Coordinator {
     /// Aborts a room of this router, detached or not. Returns whether there was anything to abort:
     /// rooms that are unknown, over or aborted already are left alone.
     pub fn abort_room(&self, room: RoomId, reason: &str) -> bool {
-        let known = lock(&self.shared.rooms).map.get(&room).cloned();
+        let known = lock(&self.shared.rooms).get(&room).cloned();
         known.is_some_and(|r| r.abort(reason))
     }
 }
 
 impl Shared {
-    /// The room that a key has; none if it never got one.
-    fn pinned(&self, request: &PairRequest) -> Result<Option<Arc<Room>>> {
-        let Some(key) = request.key else { return Ok(None) };
-        let Some(room) = lock(&self.keys).map.get(&key).cloned() else { return Ok(None) };
+    /// Where the room of a key is kept.
+    fn pin(&self, key: IdempotencyKey) -> Pin {
+        let mut keys = lock(&self.keys);
+        if let Some(pin) = keys.get(&key) {
+            return Arc::clone(pin);
+        }
+        let pin = Pin::default();
+        keys.insert(key, Arc::clone(&pin));
+        pin
+    }
+
+    /// Forgets a key for which nobody got a room and that nobody else waits for: requests that nobody takes
+    /// must not push out the keys of rooms that live.
+    fn unpin(&self, key: IdempotencyKey, pin: &Pin) {
+        let mut keys = lock(&self.keys);
+        let kept = keys.get(&key).is_some_and(|k| Arc::ptr_eq(k, pin));
+        let nobody_got_it = |r: &Arc<Room>| r.is_over() && !r.was_handed_out();
+        let unused = Arc::strong_count(pin) == 2
+            && pin.try_lock().is_ok_and(|room| room.as_ref().is_none_or(nobody_got_it));
+        if kept && unused {
+            keys.remove(&key);
+        }
+    }
+
+    /// The room that a key has, if a request with that key is to get it; none if it never got one.
+    fn judge_pinned(
+        &self,
+        request: &PairRequest,
+        pinned: Option<&Arc<Room>>,
+    ) -> Result<Option<Arc<Room>>> {
+        let Some(room) = pinned else { return Ok(None) };
         let is = |asked: &Option<Identity>, worker: &WorkerAddress| {
             asked.as_ref().is_none_or(|a| *a == worker.key.identity)
         };
@@ -516,34 +548,40 @@ impl Shared {
         if !same {
             return Err(refused(ErrorKind::Malformed, "the key was used for another request"));
         }
-        Ok(Some(room))
+        Ok(Some(Arc::clone(room)))
     }
 
-    async fn try_pair(
+    fn new_room(
         &self,
         request: &PairRequest,
-        (key, due): (IdempotencyKey, Instant),
         (prefill, decode): (&Member, &Member),
-        wait: Duration,
-    ) -> Result<Handoff> {
+    ) -> Result<Arc<Room>> {
         let dp = request.dp.unwrap_or(prefill.view.registration.layout.at.dp);
         let id = self.issuer.issue(clock::now(), dp)?;
         let (p, d) = (prefill.address().clone(), decode.address().clone());
         let room = Room::new(id, request.tokens, p, d, self.aborts.clone());
         lock(&self.rooms).insert(id, Arc::clone(&room));
-        if request.key.is_some() {
-            lock(&self.keys).insert(key, Arc::clone(&room));
-        }
+        Ok(room)
+    }
+
+    async fn try_pair(
+        &self,
+        room: Arc<Room>,
+        (key, due): (IdempotencyKey, Instant),
+        (prefill, decode): (&Member, &Member),
+        wait: Duration,
+    ) -> Result<Handoff> {
         // From here on the room may exist: if nobody takes it, it is aborted.
         let guard = Guard::new(room);
         let unclaimed_ms = self.ask_reserve(&guard.room, key, due, wait).await?;
         guard.room.hand_out();
+        let now = clock::now();
         let mut recent = lock(&self.recent);
         for worker in [prefill, decode] {
-            *recent.entry(worker.key().identity.clone()).or_default() += 1;
+            recent.add(now, &worker.key().identity);
         }
         Ok(Handoff {
-            room: id,
+            room: guard.room.id,
             prefill: Leg::from(&prefill.view.registration),
             decode: Leg::from(&decode.view.registration),
             unclaimed_ms,

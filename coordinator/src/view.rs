@@ -15,6 +15,45 @@ use kvlane_transport::service_client::Page;
 /// Pairs that one request tries.
 const CANDIDATES_MAX: usize = 8;
 
+/// Rooms that this router reserved at workers since they last said how they are doing.
+///
+/// A worker whose load is the same as before says nothing new, so what was counted is dropped once
+/// the worker must have had its say.
+#[derive(Debug)]
+pub(crate) struct Recent {
+    /// How long a worker may take to say how it is doing, and the snapshot to know.
+    keep_ms: u64,
+    rooms: HashMap<Identity, (u32, Time)>,
+}
+
+impl Recent {
+    /// For snapshots that are brought up to date every `refresh_ms`.
+    pub(crate) fn new(refresh_ms: u64) -> Self {
+        // Workers renew at a third of their lease.
+        let keep_ms = (limits::WORKER_LEASE_MS / 3).saturating_add(refresh_ms);
+        Self { keep_ms, rooms: HashMap::new() }
+    }
+    /// A room was reserved.
+    pub(crate) fn add(&mut self, now: Time, worker: &Identity) {
+        let (rooms, since) = self.rooms.entry(worker.clone()).or_insert((0, now));
+        if since.plus_ms(self.keep_ms) <= now {
+            (*rooms, *since) = (0, now);
+        }
+        *rooms = rooms.saturating_add(1);
+    }
+    /// The worker has said how it is doing.
+    pub(crate) fn said(&mut self, worker: &Identity) {
+        self.rooms.remove(worker);
+    }
+    /// Drops what is too old to tell.
+    pub(crate) fn expire(&mut self, now: Time) {
+        self.rooms.retain(|_, (_, since)| now < since.plus_ms(self.keep_ms));
+    }
+    fn rooms(&self, worker: &Identity) -> u32 {
+        self.rooms.get(worker).map_or(0, |r| r.0)
+    }
+}
+
 /// A worker of a snapshot.
 #[derive(Clone, Debug)]
 pub struct Member {
@@ -46,9 +85,9 @@ impl Member {
         self.view.registration.engines.iter().any(|e| theirs.contains(e))
     }
     /// Smaller is better.
-    fn cost(&self, recent: &HashMap<Identity, u32>) -> (bool, u32, u32, u32) {
+    fn cost(&self, recent: &Recent) -> (bool, u32, u32, u32) {
         let Load { rooms, queued, free_lanes, .. } = self.view.load;
-        let own = recent.get(&self.key().identity).copied().unwrap_or(0);
+        let own = recent.rooms(&self.key().identity);
         (self.view.suspected, queued, rooms.saturating_add(own), u32::MAX - free_lanes)
     }
 }
@@ -124,7 +163,7 @@ impl ClusterView {
         &self,
         prefill: Option<&Identity>,
         decode: Option<&Identity>,
-        recent: &HashMap<Identity, u32>,
+        recent: &Recent,
         turn: usize,
     ) -> Candidates {
         let mut out = Candidates::default();
@@ -374,16 +413,38 @@ mod tests {
             worker(Role::Decode, "d2", |w| w.load.queued = 1),
             worker(Role::Decode, "d3", |w| w.suspected = true),
         ]);
-        let mut recent = HashMap::new();
+        let mut recent = Recent::new(100);
         let order = |c: Candidates| -> Vec<String> {
             names(&c).into_iter().map(|(p, d)| format!("{p}{d}")).collect()
         };
         let c = v.candidates(None, None, &recent, 0);
         assert_eq!(order(c), ["p1d1", "p1d0", "p1d2", "p1d3"]);
         for (role, name) in [(Role::Decode, "d1"), (Role::Prefill, "p1")] {
-            recent.insert(Identity::new("c", role, name, 0).unwrap(), 2);
+            let identity = Identity::new("c", role, name, 0).unwrap();
+            recent.add(Time(0), &identity);
+            recent.add(Time(0).plus_ms(700), &identity);
         }
-        assert_eq!(order(v.candidates(None, None, &recent, 0))[0], "p0d0");
+        let first = |r: &Recent| order(v.candidates(None, None, r, 0))[0].clone();
+        assert_eq!(first(&recent), "p0d0");
+        // Only until the worker must have said so itself, though it said nothing new.
+        let late = Time(0).plus_ms(limits::WORKER_LEASE_MS / 3 + 100);
+        recent.expire(Time(late.0 - 1));
+        assert_eq!(first(&recent), "p0d0");
+        recent.expire(late);
+        assert_eq!(first(&recent), "p1d1");
+        assert!(recent.rooms.is_empty());
+    }
+
+    #[test]
+    fn a_steady_trickle_does_not_add_up() {
+        let mut recent = Recent::new(100);
+        let d = Identity::new("c", Role::Decode, "d", 0).unwrap();
+        for second in 0..1_000 {
+            recent.add(Time(0).plus_ms(1_000 * second), &d);
+        }
+        assert!(recent.rooms(&d) <= 2, "{}", recent.rooms(&d));
+        recent.said(&d);
+        assert_eq!(recent.rooms(&d), 0);
     }
 
     #[test]
@@ -394,7 +455,7 @@ mod tests {
             workers.push(worker(Role::Decode, &format!("d{i}"), |_| {}));
         }
         let v = view(workers);
-        let first = |turn| names(&v.candidates(None, None, &HashMap::new(), turn))[0].clone();
+        let first = |turn| names(&v.candidates(None, None, &Recent::new(0), turn))[0].clone();
         let seen: std::collections::HashSet<_> = (0..3).map(first).collect();
         assert_eq!(seen.len(), 3);
     }
@@ -409,7 +470,7 @@ mod tests {
             worker(Role::Decode, "engine", |w| w.registration.engines = vec!["shm".into()]),
             worker(Role::Decode, "replica", |w| w.registration.layout.at.dp = (1, 2)),
         ]);
-        let c = v.candidates(None, None, &HashMap::new(), 0);
+        let c = v.candidates(None, None, &Recent::new(0), 0);
         assert_eq!(names(&c), [("p".to_string(), "replica".to_string())]);
         let e = c.into_error("x");
         let text = e.to_string();
@@ -422,7 +483,7 @@ mod tests {
             assert!(text.contains(why), "{text}");
         }
         assert_eq!(e.kind(), ErrorKind::Incompatible);
-        let empty = view(vec![]).candidates(None, None, &HashMap::new(), 0).into_error("x");
+        let empty = view(vec![]).candidates(None, None, &Recent::new(0), 0).into_error("x");
         assert_eq!(empty.kind(), ErrorKind::NotFound);
         assert!(empty.to_string().contains("no decode worker is registered"), "{empty}");
     }

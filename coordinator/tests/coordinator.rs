@@ -315,6 +315,60 @@ async fn a_lost_reply_is_asked_for_again_with_its_key() {
 }
 
 #[tokio::test]
+async fn requests_with_one_key_at_the_same_time_get_one_room() {
+    let service = start_service(any());
+    let at = service.local_addr();
+    let _p = Worker::start(at, Role::Prefill, "p", 1, layout()).await;
+    let d0 = Worker::start(at, Role::Decode, "d0", 1, layout()).await;
+    let d1 = Worker::start(at, Role::Decode, "d1", 1, layout()).await;
+    // d0 is the first choice and refuses, so the key's room is made again at d1.
+    d0.script(|s| s.busy_below_ms = 1_000);
+    d1.loads.send_modify(|l| (l.rooms, l.draining) = (100, true));
+    let c = connect(at).await;
+    let id = d1.key.identity.clone();
+    until(&c, "d1 drains", |v| v.worker(&id).unwrap().view.load.draining).await;
+    d1.loads.send_modify(|l| l.draining = false);
+    until(&c, "d1 is busier", |v| {
+        let load = v.worker(&id).unwrap().view.load;
+        load.rooms == 100 && !load.draining
+    })
+    .await;
+
+    let key = Some(IdempotencyKey([9; 16]));
+    let request = PairRequest { key, ..PairRequest::new(10) };
+    let asked = (0..8).map(|_| {
+        let (c, request) = (c.clone(), request.clone());
+        tokio::spawn(async move { c.reserve(request).await })
+    });
+    let asked: Vec<_> = asked.collect();
+    let mut got = Vec::new();
+    for a in asked {
+        got.push(timeout(CAP, a).await.unwrap().unwrap().unwrap());
+    }
+    let rooms: HashSet<_> = got.iter().map(|h| h.room).collect();
+    assert_eq!(rooms.len(), 1);
+    assert_eq!(d0.script(|s| s.reserves.len()), 1, "one of them places it, the others wait");
+    d1.script(|s| assert!(s.reserves.iter().all(|r| rooms.contains(&r.room))));
+    for h in got {
+        h.detach();
+    }
+
+    // Who waits for another's room does so until its own deadline.
+    d0.script(|s| s.lose = usize::MAX);
+    d1.script(|s| s.lose = usize::MAX);
+    let key = Some(IdempotencyKey([8; 16]));
+    let first = PairRequest { key, ..PairRequest::new(10) };
+    let second = PairRequest { deadline: Duration::from_millis(20), ..first.clone() };
+    let e = tokio::select! {
+        biased;
+        _ = c.reserve(first) => panic!("nobody answers"),
+        e = c.reserve(second) => e.unwrap_err(),
+    };
+    assert_eq!(e.kind(), ErrorKind::DeadlineExceeded, "{e}");
+    assert!(e.to_string().contains("with the same key"), "{e}");
+}
+
+#[tokio::test]
 async fn busy_workers_are_passed_over_and_waited_for_only_if_asked() {
     let service = start_service(any());
     let at = service.local_addr();

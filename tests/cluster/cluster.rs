@@ -8,8 +8,8 @@ use kvlane_proto::msg::call::{self, Call};
 use kvlane_proto::msg::service::Load;
 use kvlane_proto::{Error, Identity, Incarnation, Role, WorkerKey};
 use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
+use kvlane_transport::random::random;
 use kvlane_transport::rpc::{CallExchange, Client, Failure, Target};
-use kvlane_transport::service_client::random;
 
 use serde_json::json;
 

@@ -204,7 +204,7 @@ pub(crate) struct Profile {
 
 pub(crate) const SECOND: u64 = 1_000_000_000;
 const SETTLE: u64 = 700_000_000;
-const EVENTS_MIN: u64 = 500;
+pub(crate) const EVENTS_MIN: u64 = 500;
 const EVENTS_MAX: u64 = 60_000;
 
 pub(crate) struct World {
@@ -235,8 +235,9 @@ pub(crate) struct World {
     pub(crate) bumped: BTreeSet<(usize, GrantId)>,
     /// Outcomes as decided: (decode, its start, room) → done.
     pub(crate) decided: BTreeMap<(usize, u32, RoomId), kvlane_proto::Outcome>,
-    pub(crate) done_at: BTreeSet<(RoomId, usize, u32)>,
-    pub(crate) failed_at: BTreeSet<(RoomId, usize, u32)>,
+    /// (room, prefill, its start, decode).
+    pub(crate) done_at: BTreeSet<(RoomId, usize, u32, usize)>,
+    pub(crate) failed_at: BTreeSet<(RoomId, usize, u32, usize)>,
     pub(crate) said: BTreeMap<(usize, RoomId, GrantId), bool>,
     /// Until when a grant lives by its grantor, in true time.
     pub(crate) promised: BTreeMap<(usize, GrantId), u64>,
@@ -496,6 +497,7 @@ impl World {
     /// Runs to the end; says what was broken, if anything.
     pub(crate) fn run(&mut self) -> Option<Violation> {
         let limit = self.prof.active_ns + 40 * SECOND;
+        let mut checked = false;
         while let Some(Reverse(item)) = self.heap.pop() {
             if let Some((node, inc)) = item.guard {
                 let host = &self.hosts[node];
@@ -525,18 +527,30 @@ impl World {
                     (true, None) => self.idle_since = Some(self.now),
                     (true, Some(since)) if self.now > since + SETTLE => {
                         self.check_end();
+                        checked = true;
                         break;
                     }
                     (true, _) => {}
                     (false, _) => self.idle_since = None,
                 }
-                if self.now > limit || self.cov.events > EVENTS_MAX {
+                if self.idle_since.is_none() && (self.now > limit || self.cov.events > EVENTS_MAX) {
                     let why = self.what_is_busy();
                     self.fails(Inv::Quiescent, || why);
                 }
             }
             if self.violation.is_some() {
                 break;
+            }
+        }
+        // Where no link is left, nothing happens any more at some point.
+        if !checked && self.violation.is_none() {
+            let goes_on = self.hosts.iter().map(|h| h.stopped_until).max().unwrap_or(0);
+            self.now = self.now.max(goes_on) + 1;
+            if self.idle() {
+                self.check_end();
+            } else {
+                let why = self.what_is_busy();
+                self.fails(Inv::Quiescent, || why);
             }
         }
         self.violation.take()

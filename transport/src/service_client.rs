@@ -14,6 +14,7 @@ use tokio::time::timeout;
 
 use crate::clock;
 use crate::quic::Endpoint;
+pub use crate::random::{fill_random, random};
 use crate::rpc::{Client, ServiceExchange, Sessions, Target};
 
 /// How long one question to the service may take.
@@ -23,7 +24,6 @@ pub const ASK_MS: u64 = 2_000;
 #[derive(Clone, Debug)]
 pub struct ServiceClient {
     client: Client<ServiceExchange>,
-    wait: Duration,
 }
 
 /// The service's answer to a registration.
@@ -77,14 +77,7 @@ impl ServiceClient {
             incarnation: None,
             role: Role::Service,
         };
-        Self { client: Client::new(endpoint, target), wait: Duration::from_millis(ASK_MS) }
-    }
-
-    /// The same with another deadline for each question.
-    #[must_use]
-    pub fn with_wait(mut self, wait: Duration) -> Self {
-        self.wait = wait;
-        self
+        Self { client: Client::new(endpoint, target) }
     }
 
     /// The sessions so far; a new one may be with a service that has forgotten everything.
@@ -97,7 +90,7 @@ impl ServiceClient {
     /// # Errors
     /// The service's refusal, or as [`Client::ask`].
     pub async fn ask(&self, ask: Ask) -> Result<Answer> {
-        Ok(self.client.ask(ask, self.wait).await?)
+        Ok(self.client.ask(ask, Duration::from_millis(ASK_MS)).await?)
     }
 
     /// Registers a worker.
@@ -297,18 +290,4 @@ pub async fn keep_registered(
             },
         }
     }
-}
-
-/// A random number for jitter; nothing depends on its quality.
-pub fn random() -> u64 {
-    getrandom::u64().unwrap_or_else(|_| clock::now().0)
-}
-
-/// Fills `bytes` with random numbers, for incarnations, keys and the like.
-///
-/// # Errors
-/// [`ErrorKind::Io`] if the system has none.
-pub fn fill_random(bytes: &mut [u8]) -> Result<()> {
-    getrandom::fill(bytes)
-        .map_err(|e| Error::new(ErrorKind::Io, "no random numbers").with("found", e))
 }

@@ -142,3 +142,94 @@ fn pool_maps_longer_than_the_address_space_are_refused() {
         assert_eq!(e.kind(), ErrorKind::Malformed, "{e}");
     }
 }
+
+/// Lists that weigh little and stand for much.
+#[test]
+fn lists_that_expand_beyond_a_room_are_refused() {
+    use kvlane_proto::blocks::Run;
+    use kvlane_proto::msg::peer::{Offer, PeerMsg, Serve};
+    use kvlane_proto::{BlockList, ErrorKind, GrantId, RoomId, Span, limits};
+    use kvlane_transport::wire::message;
+
+    let pass = |msg: PeerMsg| {
+        let bytes = message::seal(&PeerFrame { seq: 1, echo: 0, msg }).unwrap();
+        message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).map(drop)
+    };
+    let serve = |parts: Vec<(u32, u32)>, blocks: BlockList| {
+        let (room, grant) = (RoomId(1), GrantId(1));
+        let serve =
+            Serve { room, grant, serve: 0, parts, first_block: 0, blocks, word: 0, word_value: 0 };
+        pass(PeerMsg::Serve(Box::new(serve)))
+    };
+    let max = limits::PARTS_PER_ROOM_MAX;
+    serve(vec![(0, 3), (3, 1), (9, max - 9)], BlockList::EMPTY).unwrap();
+    for bad in [
+        vec![(0, max); 2],
+        vec![(0, 2000); 500_000],
+        vec![(5, 2), (6, 2)],
+        vec![(5, 2), (1, 2)],
+        vec![(0, 3), (4, 0)],
+        vec![(max - 1, 2)],
+        vec![(u32::MAX, u32::MAX)],
+    ] {
+        let e = serve(bad, BlockList::EMPTY).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Malformed);
+        assert!(e.to_string().contains("parts") && e.to_string().contains("index="), "{e}");
+    }
+    let run = |count| Run { first: 0, count, stride: 1 };
+    let most = limits::BLOCKS_PER_ROOM_MAX;
+    for (runs, fits) in [
+        (vec![run(most)], true),
+        (vec![run(most), run(1)], false),
+        (vec![run(u32::MAX); 100_000], false),
+        (vec![run(1), run(0)], false),
+    ] {
+        let blocks = BlockList::Runs(runs);
+        assert_eq!(serve(vec![(0, 1)], blocks.clone()).is_ok(), fits);
+        let offer = Offer {
+            room: RoomId(1),
+            grant: GrantId(1),
+            issuer: None,
+            span: Span { tokens: 1, prefix_tokens: 0 },
+            blocks,
+            lanes: vec![],
+            credit_parts: 1,
+            lease_ms: 1,
+        };
+        assert_eq!(pass(PeerMsg::Offer(Box::new(offer))).is_ok(), fits);
+    }
+}
+
+#[test]
+fn parts_too_small_or_lists_too_long_are_refused_by_name() {
+    use kvlane_proto::limits;
+    use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, PeerMsg};
+    use kvlane_transport::wire::message;
+
+    let info = |change: &dyn Fn(&mut LinkInfo)| {
+        let engine = EngineOffer { name: "tcp".into(), blob: vec![], map: None };
+        let mut info = LinkInfo {
+            layout: common::layout(),
+            engines: vec![engine],
+            lanes: 1,
+            part_bytes: limits::PART_BYTES_MIN,
+        };
+        change(&mut info);
+        let frame = PeerFrame { seq: 1, echo: 0, msg: PeerMsg::Describe(Box::new(info)) };
+        let bytes = message::seal(&frame).unwrap();
+        message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).err().map(|e| e.to_string())
+    };
+    assert_eq!(info(&|_| {}), None);
+    type Change = fn(&mut LinkInfo);
+    let cases: [(Change, &str); 5] = [
+        (|i| i.part_bytes -= 1, "found=4095"),
+        (|i| i.part_bytes = u64::MAX, "part_bytes is out of range"),
+        (|i| i.engines = vec![i.engines[0].clone(); 65], "list of engines is too long"),
+        (|i| i.engines[0].name = "x".repeat(64), "engine's name is too long"),
+        (|i| i.engines[0].blob = vec![0; 4097], "found=4097, limit=4096, index=0"),
+    ];
+    for (change, want) in cases {
+        let text = info(&change).unwrap_or_default();
+        assert!(text.contains(want) && text.contains("limit="), "{want}: {text}");
+    }
+}

@@ -25,16 +25,25 @@ struct Toy {
 
 const WAIT: LinkId = LinkId(1);
 const PANIC: LinkId = LinkId(2);
+/// A region that waits at the gate while it is registered.
+const SLOW_BYTES: u64 = 8192;
 
 impl Engine for Toy {
     fn caps(&self) -> Caps {
         Caps { name: "toy", path: DataPath::ReceiverCopies, emulated: true }
     }
-    fn register(&mut self, _: &Arc<Region>) -> Result<()> {
+    fn register(&mut self, region: &Arc<Region>) -> Result<()> {
         self.said.send("register").unwrap();
+        if region.bytes() == SLOW_BYTES {
+            drop(self.gate.lock().unwrap());
+        }
         Ok(())
     }
-    fn unregister(&mut self, _: &Arc<Region>) -> Result<()> {
+    fn unregister(&mut self, region: &Arc<Region>) -> Result<()> {
+        if region.bytes() == SLOW_BYTES {
+            self.said.send("unregister").unwrap();
+            return Ok(());
+        }
         Err(kvlane_proto::Error::new(ErrorKind::Busy, "in use"))
     }
     fn command(&mut self, _: Time, command: Command) {
@@ -171,6 +180,72 @@ fn registration_answers_and_ends_with_the_thread() {
     // The callback is gone, which is how its other end notices.
     while r.events.recv_timeout(PATIENCE).is_ok() {}
     r.handle.stop();
+}
+
+#[test]
+fn a_registration_that_was_given_up_leaves_no_trace() {
+    let r = rig();
+    let closed = r.gate.lock().unwrap();
+    let ask = |bytes| {
+        let (handle, region) = (r.handle.clone(), Region::memfd(bytes).unwrap());
+        std::thread::spawn(move || handle.register(&region).unwrap_err().kind())
+    };
+    let begun = ask(SLOW_BYTES);
+    r.said("register");
+    let queued = ask(4096);
+    assert_eq!(begun.join().unwrap(), ErrorKind::DeadlineExceeded);
+    assert_eq!(queued.join().unwrap(), ErrorKind::DeadlineExceeded);
+    drop(closed);
+    r.handle.send(Command::Close { link: LinkId(10) }).unwrap();
+    r.events.recv_timeout(PATIENCE).unwrap();
+    let said: Vec<_> = r.said.try_iter().filter(|s| s.ends_with("register")).collect();
+    assert_eq!(said, ["unregister"], "what had begun is undone, the other never begins");
+}
+
+#[test]
+fn every_stop_waits_for_the_end() {
+    let r = rig();
+    let closed = r.gate.lock().unwrap();
+    r.handle.send(Command::Close { link: WAIT }).unwrap();
+    r.said("waiting");
+    let (tx, rx) = channel();
+    for _ in 0..3 {
+        let (handle, tx) = (r.handle.clone(), tx.clone());
+        std::thread::spawn(move || {
+            handle.stop();
+            tx.send(handle.ended()).unwrap();
+        });
+    }
+    // None can return while the engine is inside a command, however long that takes.
+    assert!(rx.recv_timeout(Duration::from_millis(50)).is_err());
+    drop(closed);
+    for _ in 0..3 {
+        assert!(rx.recv_timeout(PATIENCE).unwrap());
+    }
+    r.said("dropped");
+}
+
+#[test]
+fn a_stop_from_the_callback_does_not_wait_for_itself() {
+    let (own, of_rig): (Arc<OnceLock<EngineHandle>>, _) = (Arc::default(), rig());
+    let (tx, rx) = channel();
+    let toy = Toy {
+        gate: of_rig.gate.clone(),
+        said: channel().0,
+        outbox: vec![],
+        polls: of_rig.polls.clone(),
+        task: of_rig.task.clone(),
+    };
+    let from_callback = own.clone();
+    let on_events = Box::new(move |_| {
+        from_callback.get().unwrap().stop();
+        let _ = tx.send(());
+    });
+    let handle = own.get_or_init(|| spawn(Box::new(toy), on_events).unwrap());
+    handle.send(Command::Close { link: LinkId(10) }).unwrap();
+    rx.recv_timeout(PATIENCE).unwrap();
+    handle.stop();
+    assert!(handle.ended());
 }
 
 #[test]

@@ -246,6 +246,59 @@ fn half_a_part_is_no_arrival() {
 }
 
 #[test]
+fn a_part_that_has_landed_is_final_and_is_reported_once() {
+    let l = layout(4096, 1, KvKind::Mla);
+    let dst = Pool::new(&l, 4);
+    dst.fill(CANARY);
+    let r = Alone::new(2);
+    r.handle.register(&dst.region).unwrap();
+    let (mut lane, mut other) = (r.lane(0), r.lane(1));
+    r.open(7, &dst.plan(&[1, 2], 4096));
+    // A second copy of part 0 is half-way on the other lane when the first is whole.
+    other.write_all(&header(7, 0, 4096, None)).unwrap();
+    other.write_all(&[1; 1000]).unwrap();
+    let at = dst.map.slab_address[0] + 4096;
+    let started = std::time::Instant::now();
+    while dst.read(at + 999, 1) != [1] {
+        assert!(started.elapsed() < PATIENCE);
+        std::thread::yield_now();
+    }
+    lane.write_all(&header(7, 0, 4096, None)).unwrap();
+    lane.write_all(&[1; 4096]).unwrap();
+    assert_eq!(ack(&mut lane).status, Status::Landed);
+    // From here on nothing changes it, and it is not news.
+    other.write_all(&[2; 3096]).unwrap();
+    assert_eq!(ack(&mut other).status, Status::Landed);
+    for value in 3..100u8 {
+        for lane in [&mut lane, &mut other] {
+            lane.write_all(&header(7, 0, 4096, Some(9))).unwrap();
+            lane.write_all(&[value; 4096]).unwrap();
+            let answer = ack(lane);
+            assert_eq!((answer.status, answer.part.0), (Status::Landed, 0));
+        }
+    }
+    assert_eq!(dst.read(at, 4096), [1; 4096]);
+    // The lanes live on; another length is still refused.
+    lane.write_all(&header(7, 0, 10, None)).unwrap();
+    lane.write_all(&[1; 10]).unwrap();
+    assert_eq!(ack(&mut lane).status, Status::WrongPart);
+    other.write_all(&header(7, 1, 4096, None)).unwrap();
+    other.write_all(&[1; 4096]).unwrap();
+    assert_eq!(ack(&mut other).status, Status::Landed);
+    r.handle.send(Command::Fence { grant: GrantId(7), how: FenceHow::Close }).unwrap();
+    let mut arrived = Vec::new();
+    loop {
+        match r.events.recv_timeout(PATIENCE).unwrap() {
+            EngineEvent::Arrived { part, .. } => arrived.push(part.0),
+            EngineEvent::Fenced(_) => break,
+            EngineEvent::Scrapped { bytes, .. } => assert_eq!(bytes, 10),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(arrived, [0, 1]);
+}
+
+#[test]
 fn a_revoke_needs_neither_the_engines_thread_nor_the_sender() {
     let l = layout(1 << 20, 1, KvKind::Mla);
     let (src, dst) = (Pool::new(&l, 8), Pool::new(&l, 8));
@@ -459,11 +512,16 @@ proptest! {
             lane.write_all(piece).unwrap();
         }
         lane.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut landed = std::collections::HashSet::new();
         for &(grant, part, bytes, crc) in &frames[..frames.len() - 1] {
             let answer = ack(&mut lane);
             prop_assert_eq!((answer.grant.0, answer.part.0), (grant, part));
             let status = match (grant, part, bytes) {
-                (7, 0 | 1, 128) if crc.is_none_or(|c| c == crc32c::crc32c(&[1; 128])) => {
+                (7, 0 | 1, 128)
+                    if landed.contains(&part)
+                        || crc.is_none_or(|c| c == crc32c::crc32c(&[1; 128])) =>
+                {
+                    landed.insert(part);
                     Status::Landed
                 }
                 (7, 0 | 1, 128) => Status::Corrupt,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvlane_proto::{Error, ErrorKind, Identity, Result, Role};
 use kvlane_transport::quic::{Security, ca};
-use kvlane_transport::service_client::random;
+use kvlane_transport::random::random;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 

@@ -74,6 +74,14 @@ impl BlockList {
         self.len() == 0
     }
 
+    /// Size of the list in words of 4 bytes.
+    pub fn words(&self) -> usize {
+        match self {
+            Self::Runs(runs) => runs.len() * 3,
+            Self::Ids(ids) => ids.len(),
+        }
+    }
+
     /// Checks and expands a list: at most [`limits::BLOCKS_PER_ROOM_MAX`] ids, each below
     /// `pool_blocks`, none twice. Linear in the list; allocates one bit per pool block touched.
     ///

@@ -294,7 +294,6 @@ pub enum Output<F> {
 /// Blocks in a room's hands.
 #[derive(Debug)]
 struct Blocks {
-    grant: GrantId,
     span: Span,
     list: BlockList,
     plan: Arc<Plan>,
@@ -444,6 +443,10 @@ pub struct Decode<F> {
     quarantine: HashMap<GrantId, Withheld>,
     draining: bool,
     queued: usize,
+    /// Rooms in [`Phase::Over`].
+    over: usize,
+    /// Which room each waiting call is about.
+    calls: HashMap<CallId, RoomId>,
     out: VecDeque<Output<F>>,
     /// Makes a false proof, for the machine without a fence.
     #[cfg(feature = "mutants")]
@@ -466,6 +469,8 @@ impl<F> Decode<F> {
             quarantine: HashMap::new(),
             draining: false,
             queued: 0,
+            over: 0,
+            calls: HashMap::new(),
             out: VecDeque::new(),
             #[cfg(feature = "mutants")]
             forge: None,
@@ -507,7 +512,7 @@ impl<F> Decode<F> {
     }
     /// Rooms that have not ended.
     pub fn active(&self) -> usize {
-        self.rooms.values().filter(|r| !matches!(r.phase, Phase::Over { .. })).count()
+        self.rooms.len() - self.over
     }
     /// Lanes lent to rooms, as (link, lane, room); each lane stands here at most once.
     pub fn lent_lanes(&self) -> impl Iterator<Item = (LinkId, LaneId, RoomId)> + '_ {
@@ -589,6 +594,11 @@ impl<F> Decode<F> {
                 Err(e) => Err(e.to_refusal()),
             },
         };
+        self.reply(call, reply);
+    }
+
+    fn reply(&mut self, call: CallId, reply: Result<Reply, Refusal>) {
+        self.calls.remove(&call);
         self.out.push_back(Output::Reply { call, reply });
     }
 
@@ -611,8 +621,12 @@ impl<F> Decode<F> {
                 if !same {
                     return Err(Error::new(
                         ErrorKind::DuplicateRoom,
-                        "the key is another caller's",
-                    ));
+                        "the idempotency key is another caller's",
+                    )
+                    .with("room", room)
+                    .with("caller", from)
+                    .with("holder", r.issuer.as_ref().map_or("none".into(), ToString::to_string))
+                    .hint("make keys at random, 16 bytes"));
                 }
                 return match &r.phase {
                     Phase::Queued { .. } => {
@@ -620,6 +634,7 @@ impl<F> Decode<F> {
                             return Err(Error::new(ErrorKind::Busy, "asked too often for one key"));
                         }
                         r.reserve_calls.push(call);
+                        self.calls.insert(call, room);
                         Ok(None)
                     }
                     Phase::Over { .. } => Err(self.ended_error(room)),
@@ -644,6 +659,7 @@ impl<F> Decode<F> {
         let deadline = now.plus_ms(reserve.deadline_ms.min(self.config.room_deadline_ms));
         let until = now.plus_ms(reserve.wait_ms).min(deadline);
         let room = reserve.room;
+        self.calls.insert(call, room);
         self.keys.insert(reserve.key, room);
         self.rooms.insert(
             room,
@@ -707,11 +723,17 @@ impl<F> Decode<F> {
             .hint("lower lanes_per_room or raise lanes_per_link")
     }
     fn stale(&self, asked: &WorkerKey, found: &WorkerKey) -> Error {
-        Error::new(ErrorKind::StaleIncarnation, "the prefill worker has restarted")
-            .with("asked", asked)
-            .with("found", found)
-            .blamed(Blame::Prefill)
-            .hint("refresh the view of the cluster and place the request again")
+        Error::new(
+            ErrorKind::StaleIncarnation,
+            "the link is to another start of the prefill worker",
+        )
+        .with("asked", asked)
+        .with("linked", found)
+        .blamed(Blame::Prefill)
+        .hint(
+            "if the one asked for is the older, refresh the view of the cluster; if it is the \
+                 newer, this worker notices within two heartbeats: place the request again",
+        )
     }
     fn draining_refusal(&self) -> Refusal {
         Error::new(ErrorKind::Draining, "the decode worker takes no new rooms")
@@ -781,12 +803,14 @@ impl<F> Decode<F> {
                 .with("limit", limits::WATCHERS_PER_ROOM_MAX));
         }
         r.watchers.push((call, now.plus_ms(wait_ms)));
+        self.calls.insert(call, room);
         self.rearm(room);
         Ok(None)
     }
 
     fn call_gone(&mut self, call: CallId) {
-        for r in self.rooms.values_mut() {
+        let room = self.calls.remove(&call);
+        if let Some(r) = room.and_then(|room| self.rooms.get_mut(&room)) {
             r.watchers.retain(|w| w.0 != call);
             r.reserve_calls.retain(|c| *c != call);
         }
@@ -798,9 +822,9 @@ impl<F> Decode<F> {
             Ok(grant) => {
                 self.out.push_back(Output::Lent { room, grant });
                 // A new room joins the queue; a charged one starts.
-                match self.rooms.get(&room).map(|r| (&r.phase, r.reserve_calls.is_empty())) {
-                    Some((Phase::Reserved { .. }, _)) => self.grant(now, room),
-                    Some((Phase::Queued { .. }, _)) if !self.is_queued(room) => {
+                match self.rooms.get(&room).map(|r| &r.phase) {
+                    Some(Phase::Reserved { .. }) => self.grant(now, room),
+                    Some(Phase::Queued { .. }) if !self.is_queued(room) => {
                         self.enqueue(now, room);
                     }
                     _ => {}
@@ -862,7 +886,7 @@ impl<F> Decode<F> {
         let arrived = Parts::new(grid.parts());
         if let Some(r) = self.rooms.get_mut(&lend.room) {
             r.grant = grant;
-            r.blocks = Some(Blocks { grant, span: lend.span, list: lend.blocks, plan, arrived });
+            r.blocks = Some(Blocks { span: lend.span, list: lend.blocks, plan, arrived });
             r.deadline = r.deadline.min(now.plus_ms(lend.deadline_ms));
             if let Phase::Queued { until } = &mut r.phase {
                 *until = r.deadline;
@@ -918,12 +942,12 @@ impl<F> Decode<F> {
                 lane.pair_epoch += 1;
             }
             let unclaimed_ms = self.config.unclaimed_ms;
-            for call in r.reserve_calls.drain(..) {
-                let reply = Ok(Reply::Reserved { room, unclaimed_ms });
-                self.out.push_back(Output::Reply { call, reply });
-            }
             r.phase = Phase::Reserved { until: now.plus_ms(unclaimed_ms) };
-            if r.blocks.is_some() {
+            let lent = r.blocks.is_some();
+            for call in std::mem::take(&mut r.reserve_calls) {
+                self.reply(call, Ok(Reply::Reserved { room, unclaimed_ms }));
+            }
+            if lent {
                 self.grant(now, room);
             }
             self.rearm(room);
@@ -944,7 +968,7 @@ impl<F> Decode<F> {
         });
         self.out.push_back(Output::Open {
             link,
-            grant: b.grant,
+            grant: r.grant,
             lanes: r.lanes.clone(),
             plan: b.plan.clone(),
         });
@@ -958,7 +982,7 @@ impl<F> Decode<F> {
         let epoch = |l: &LaneId| link.lanes[usize::from(l.0)].pair_epoch;
         let offer = Offer {
             room,
-            grant: b.grant,
+            grant: r.grant,
             issuer: r.issuer.clone(),
             span: b.span,
             blocks: b.list.clone(),
@@ -1160,8 +1184,7 @@ impl<F> Decode<F> {
     fn room_of(&mut self, link: LinkId, room: RoomId, grant: GrantId) -> Option<&mut Room> {
         let unchecked = self.broken(Mutant::NoGrantCheck);
         self.rooms.get_mut(&room).filter(|r| {
-            r.link == Some(link)
-                && (unchecked || r.blocks.as_ref().is_some_and(|b| b.grant == grant))
+            r.link == Some(link) && (unchecked || r.blocks.is_some() && r.grant == grant)
         })
     }
 
@@ -1179,6 +1202,9 @@ impl<F> Decode<F> {
     }
 
     fn serve(&mut self, link: LinkId, serve: Serve) {
+        if self.links.get(&link).is_none_or(|l| l.path != DataPath::Puller) {
+            return;
+        }
         let (room, grant, number) = (serve.room, serve.grant, serve.serve);
         let Some(r) = self.room_of(link, room, grant) else { return };
         let msg = PeerMsg::ServeAck { room, grant, serve: number };
@@ -1223,7 +1249,7 @@ impl<F> Decode<F> {
             g.renewed = now;
             g.progress_since_renewal = false;
             g.lease_until = now.plus_ms(grantor_ms(lease_ms));
-            let msg = PeerMsg::Renew { room, grant: b.grant, lease_ms };
+            let msg = PeerMsg::Renew { room, grant: r.grant, lease_ms };
             self.out.push_back(Output::Send { link, msg });
         }
     }
@@ -1255,8 +1281,10 @@ impl<F> Decode<F> {
 
     fn fence(&mut self, now: Time, room: RoomId, outcome: Outcome) {
         let Some(r) = self.rooms.get_mut(&room) else { return };
-        let Some(b) = &r.blocks else { return };
-        let grant = b.grant;
+        if r.blocks.is_none() {
+            return;
+        }
+        let grant = r.grant;
         let path = r.link.and_then(|l| self.links.get(&l)).map(|l| l.path);
         let holds_the_pen = matches!(path, Some(DataPath::ReceiverCopies | DataPath::Puller));
         let quiet = r.quiesced == Some(true) && !r.dirty;
@@ -1313,8 +1341,8 @@ impl<F> Decode<F> {
             Phase::Granted(_) | Phase::Quieting { .. } => {
                 let path = r.link.and_then(|l| self.links.get(&l)).map(|l| l.path);
                 let asks = path == Some(DataPath::OneSided) && r.quiesced.is_none();
-                if let (Some(link), Some(b)) = (r.link, &r.blocks) {
-                    let msg = PeerMsg::Ended { room, grant: b.grant, outcome: outcome.clone() };
+                if let Some(link) = r.link {
+                    let msg = PeerMsg::Ended { room, grant: r.grant, outcome: outcome.clone() };
                     self.out.push_back(Output::Send { link, msg });
                 }
                 if asks {
@@ -1336,8 +1364,8 @@ impl<F> Decode<F> {
         if r.blocks.is_some() || !r.watchers.is_empty() {
             return self.stop(now, room, why);
         }
-        for call in r.reserve_calls.drain(..) {
-            self.out.push_back(Output::Reply { call, reply: Err(why.clone()) });
+        for call in std::mem::take(&mut r.reserve_calls) {
+            self.reply(call, Err(why.clone()));
         }
         self.leave_queue(room);
         self.bury(room);
@@ -1406,23 +1434,25 @@ impl<F> Decode<F> {
     ) {
         let Some(r) = self.rooms.get_mut(&room) else { return };
         let grant = r.grant;
+        self.over += 1;
         r.phase = Phase::Over {
             outcome: outcome.clone(),
             resend: Backoff::new(now, self.config.resend_ms),
             forget: now.plus_ms(self.config.room_deadline_ms),
         };
-        let why = outcome.why().cloned();
-        for call in r.reserve_calls.drain(..) {
-            let why = why.clone().unwrap_or_else(|| Refusal::new(ErrorKind::RoomEnded, "done"));
-            self.out.push_back(Output::Reply { call, reply: Err(why) });
-        }
-        for (call, _) in r.watchers.drain(..) {
-            let reply = Ok(Reply::Ended(outcome.clone()));
-            self.out.push_back(Output::Reply { call, reply });
-        }
         let (link, issuer) = (r.link, r.issuer.clone());
         let peer = r.prefill.key.clone();
         r.blocks = None;
+        let (reserving, watching) =
+            (std::mem::take(&mut r.reserve_calls), std::mem::take(&mut r.watchers));
+        for call in reserving {
+            let why = outcome.why().cloned();
+            let why = why.unwrap_or_else(|| Refusal::new(ErrorKind::RoomEnded, "done"));
+            self.reply(call, Err(why));
+        }
+        for (call, _) in watching {
+            self.reply(call, Ok(Reply::Ended(outcome.clone())));
+        }
         self.by_grant.remove(&grant);
         self.ended.insert(room, issuer, outcome.clone());
         self.out.push_back(Output::Ended {
@@ -1453,9 +1483,9 @@ impl<F> Decode<F> {
     }
 
     fn bury(&mut self, room: RoomId) {
-        if let Some(r) = self.rooms.remove(&room)
-            && let Some(at) = r.armed
-        {
+        let Some(r) = self.rooms.remove(&room) else { return };
+        self.over -= usize::from(matches!(r.phase, Phase::Over { .. }));
+        if let Some(at) = r.armed {
             self.timers.remove(&(at, room));
         }
     }
@@ -1504,18 +1534,12 @@ impl<F> Decode<F> {
 
     fn tick(&mut self, now: Time, room: RoomId) {
         let Some(r) = self.rooms.get_mut(&room) else { return };
-        let mut late = Vec::new();
-        r.watchers.retain(|w| {
-            if w.1 <= now {
-                late.push(w.0);
-                false
-            } else {
-                true
-            }
-        });
+        let late: Vec<CallId> =
+            r.watchers.extract_if(.., |w| w.1 <= now).map(|(call, _)| call).collect();
         for call in late {
-            self.out.push_back(Output::Reply { call, reply: Ok(Reply::Running) });
+            self.reply(call, Ok(Reply::Running));
         }
+        let Some(r) = self.rooms.get_mut(&room) else { return };
         let in_time = now < r.deadline;
         match &mut r.phase {
             Phase::Queued { until } if !in_time || now >= *until => {
@@ -1583,9 +1607,7 @@ impl<F> Decode<F> {
                 let why = Error::new(ErrorKind::DeadlineExceeded, "the engine did not answer")
                     .with("fence_ms", self.config.fence_ms)
                     .to_refusal();
-                if let Some(grant) =
-                    self.rooms.get(&room).and_then(|r| r.blocks.as_ref()).map(|b| b.grant)
-                {
+                if let Some(grant) = self.rooms.get(&room).map(|r| r.grant) {
                     self.withhold(now, grant, &why);
                 }
             }

@@ -40,6 +40,22 @@ impl<K: Hash + Eq + Clone, V> Memory<K, V> {
     pub fn get(&self, key: &K) -> Option<&V> {
         self.map.get(key)
     }
+    /// All entries, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
+        self.map.iter()
+    }
+    /// Looks up, to change.
+    pub fn get_mut(&mut self, key: &K) -> Option<&mut V> {
+        self.map.get_mut(key)
+    }
+    /// Forgets one entry; cheap for one of the newest.
+    pub fn remove(&mut self, key: &K) -> Option<V> {
+        let value = self.map.remove(key)?;
+        if let Some(at) = self.order.iter().rposition(|k| k == key) {
+            self.order.remove(at);
+        }
+        Some(value)
+    }
     /// Number of entries.
     pub fn len(&self) -> usize {
         self.map.len()
@@ -93,6 +109,23 @@ impl Ended {
 mod tests {
     use super::*;
     use crate::ids::Role;
+
+    #[test]
+    fn a_removed_entry_takes_no_place_and_comes_back_as_the_newest() {
+        let mut memory = Memory::new(2);
+        for n in 0..100 {
+            assert_eq!(memory.insert(n, 'x'), None);
+            assert_eq!(memory.remove(&n), Some('x'));
+            assert_eq!(memory.remove(&n), None);
+        }
+        assert!(memory.is_empty() && memory.order.is_empty());
+        memory.insert(1, 'a');
+        memory.insert(2, 'b');
+        memory.remove(&1);
+        memory.insert(1, 'c');
+        assert_eq!(memory.insert(3, 'd'), Some((2, 'b')));
+        assert_eq!((memory.get(&1), memory.len(), memory.order.len()), (Some(&'c'), 2, 2));
+    }
 
     #[test]
     fn forgotten_rooms_of_an_issuer_stay_ended() {

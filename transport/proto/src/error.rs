@@ -207,7 +207,8 @@ impl Error {
     }
 }
 
-fn cut(mut text: String) -> String {
+/// Cuts a text to what receivers take.
+pub(crate) fn cut(mut text: String) -> String {
     if text.len() > limits::REFUSAL_TEXT_BYTES_MAX {
         let mut end = limits::REFUSAL_TEXT_BYTES_MAX - '…'.len_utf8();
         while !text.is_char_boundary(end) {

@@ -115,6 +115,10 @@ impl<T> Grants<T> {
     pub fn get(&self, grant: GrantId) -> Option<&T> {
         self.open.get(&grant).map(|o| &o.target)
     }
+    /// The open grants, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = (GrantId, &T)> {
+        self.open.iter().map(|(&grant, o)| (grant, &o.target))
+    }
     /// Closes a grant; nothing is admitted under it from here on.
     pub fn close(&mut self, grant: GrantId) -> Option<T> {
         self.open.remove(&grant).map(|o| o.target)

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, cut};
 use crate::limits;
 
 /// Element type of the cache. Never converted silently.
@@ -187,7 +187,7 @@ impl Layout {
         let mut out = Vec::new();
         let mut cmp = |field: &str, here: String, there: String| {
             if here != there {
-                out.push(Difference { field: field.to_string(), here, there });
+                out.push(Difference::new(field, here, there));
             }
         };
         cmp("model", self.model.clone(), other.model.clone());
@@ -236,6 +236,14 @@ pub struct Difference {
     pub here: String,
     /// Its value on the other side.
     pub there: String,
+}
+
+impl Difference {
+    /// Values are cut to [`limits::REFUSAL_TEXT_BYTES_MAX`]: what one side says of itself must not
+    /// make an answer that the other side refuses to read.
+    pub fn new(field: &str, here: String, there: String) -> Self {
+        Self { field: field.to_string(), here: cut(here), there: cut(there) }
+    }
 }
 
 /// Which memory an address is in.

@@ -205,12 +205,7 @@ impl Holder {
         [self.until, answer, self.next].into_iter().flatten().min()
     }
 
-    /// Whether the lease is held at `now`; until the next call nobody else has it.
-    pub fn is_held(&self, now: Time) -> bool {
-        self.until.is_some_and(|u| now < u)
-    }
-
-    /// Until when the lease is held.
+    /// Until when the lease is held; nobody else has it before.
     pub fn held_until(&self) -> Option<Time> {
         self.until
     }
@@ -261,7 +256,6 @@ mod tests {
         assert_eq!(on(&mut h, 2_001, granted(1)), []);
         assert_eq!(on(&mut h, 2_002, granted(2)), []);
         assert_eq!(h.held_until(), Some(ms(7_940)));
-        assert!(h.is_held(ms(7_939)) && !h.is_held(ms(7_940)));
     }
 
     #[test]
@@ -291,7 +285,7 @@ mod tests {
         let mut h = Holder::new(cfg, ms(0));
         at(&mut h, 0);
         assert_eq!(on(&mut h, 5_940, granted(1)), []);
-        assert!(!h.is_held(ms(5_940)));
+        assert_eq!(h.held_until(), None);
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub const LANES_PER_LINK_MAX: u16 = 64;
 pub const ROOMS_MAX: usize = 8192;
 /// Most rooms for which one peer may make this side wait (offers nobody claimed yet).
 pub const ORPHANS_PER_LINK_MAX: usize = 1024;
+/// Words (4 bytes) of block lists of offers that nobody claimed yet, by link.
+pub const ORPHAN_WORDS_PER_LINK_MAX: usize = 1 << 20;
 /// Most reservations and lent rooms that queue for lanes.
 pub const QUEUE_MAX: usize = 4096;
 /// How many ended rooms are remembered.
@@ -47,7 +49,7 @@ pub const WORKERS_MAX: usize = 16384;
 /// Most issuer slots that one router's starts hold at a time.
 pub const ISSUER_SLOTS_PER_ROUTER_MAX: usize = 64;
 /// Counters of an issuer slot that are given out at a time.
-pub const ISSUER_COUNTERS: u64 = 1 << 20;
+pub const ISSUER_COUNTERS: u64 = 1 << 16;
 /// Most idempotency keys that one decode worker remembers.
 pub const KEYS_MAX: usize = 16384;
 /// Most callers that may wait for one room's outcome.
@@ -99,5 +101,9 @@ pub const LANES_PER_LINK: u16 = 4;
 pub const LANES_PER_ROOM: u16 = 1;
 /// Parts in flight on one lane.
 pub const PARTS_IN_FLIGHT_PER_LANE: u32 = 8;
+/// Smallest size of a part that a peer may ask for: the lists that a room keeps grow with its parts.
+pub const PART_BYTES_MIN: u64 = 4 << 10;
+/// Largest size of a part that a peer may ask for.
+pub const PART_BYTES_MAX: u64 = 1 << 30;
 /// Aim for the size of a part.
 pub const PART_BYTES: u64 = 1 << 20;

@@ -13,7 +13,7 @@
 //! 5. A lease counts from when this side sent the frame that the grant echoes.
 //! 6. Rooms nobody claims, on either side, end at a deadline that names the missing side.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -389,28 +389,45 @@ struct Link {
     down: HashSet<LaneId>,
     /// When a lane came back: an offer that may be older is not about this connection of it.
     renewed: HashMap<LaneId, Time>,
+    /// Offers whose leg has not come, and words of their block lists.
     orphans: usize,
+    orphan_words: usize,
 }
 
 /// What is remembered of a room that has ended.
 #[derive(Clone, Debug)]
 struct Past {
     outcome: Outcome,
-    /// A prefill leg has heard it.
-    told: bool,
     /// What this side said of its grant: nothing that was posted can land.
     clean: bool,
+}
+
+/// A room: claimed by a leg, or only offered on a link. What one decode says of a room that no leg
+/// has claimed is kept apart from what others say of it.
+type Slot = (RoomId, Option<LinkId>);
+
+const fn claimed(room: RoomId) -> Slot {
+    (room, None)
+}
+
+/// Whether [`Prefill::attach`] started a room, or found that its decode had ended it already.
+enum Attached {
+    Runs,
+    Over(Outcome),
 }
 
 /// The machine.
 #[derive(Debug)]
 pub struct Prefill<Q> {
     config: PrefillConfig,
-    rooms: HashMap<RoomId, Room>,
-    by_grant: HashMap<(LinkId, GrantId), RoomId>,
+    rooms: BTreeMap<Slot, Room>,
+    by_grant: HashMap<(LinkId, GrantId), Slot>,
     links: HashMap<LinkId, Link>,
-    timers: BTreeSet<(Time, RoomId)>,
-    /// How rooms ended.
+    timers: BTreeSet<(Time, Slot)>,
+    /// Rooms that ended before their leg came, which hears of it once; by decode, so that none can
+    /// make another's be forgotten.
+    early: Memory<Identity, Memory<RoomId, Past>>,
+    /// How rooms with a leg ended.
     ended: Memory<RoomId, Past>,
     draining: bool,
     /// Source blocks of grants that did not become quiet in time; the proof may still come.
@@ -426,10 +443,11 @@ impl<Q> Prefill<Q> {
         Self {
             rng: config.seed,
             config,
-            rooms: HashMap::new(),
+            rooms: BTreeMap::new(),
             by_grant: HashMap::new(),
             links: HashMap::new(),
             timers: BTreeSet::new(),
+            early: Memory::new(limits::WORKERS_MAX),
             ended: Memory::new(limits::TOMBSTONES_MAX),
             draining: false,
             withheld: HashMap::new(),
@@ -460,7 +478,7 @@ impl<Q> Prefill<Q> {
     pub fn load(&self) -> Load {
         Load {
             rooms: self.rooms.len() as u32,
-            queued: self.rooms.values().filter(|r| r.held.is_none()).count() as u32,
+            queued: (self.rooms.len() - self.by_grant.len()) as u32,
             free_lanes: 0,
             quarantined_blocks: self.withheld.values().map(|w| w.1).sum(),
             draining: self.draining,
@@ -480,7 +498,7 @@ impl<Q> Prefill<Q> {
     /// # Errors
     /// [`ErrorKind::Unauthorized`] naming both, [`ErrorKind::NotFound`].
     pub fn may_abort(&self, room: RoomId, from: &Identity) -> Result<()> {
-        let Some(r) = self.rooms.get(&room) else {
+        let Some(r) = self.rooms.get(&claimed(room)) else {
             return Err(Error::new(ErrorKind::NotFound, "no such room").with("room", room));
         };
         let offered = r.held.as_ref().and_then(|h| h.offer.issuer.as_ref());
@@ -498,12 +516,12 @@ impl<Q> Prefill<Q> {
     pub fn handle_event(&mut self, now: Time, event: Event<Q>) {
         match event {
             Event::Attach { room, tokens, decode, issuer, deadline_ms } => {
-                match self.attach(now, room, tokens, decode, deadline_ms) {
-                    Ok(()) => {
-                        if let Some(r) = self.rooms.get_mut(&room) {
-                            r.issuer = issuer;
-                        }
-                        self.claimed(now, room);
+                match self.attach(now, room, tokens, decode, issuer, deadline_ms) {
+                    Ok(Attached::Runs) => self.start(now, room),
+                    Ok(Attached::Over(outcome)) => {
+                        self.out.push_back(Output::Attached { room });
+                        self.out.push_back(Output::Released { room, proof: None });
+                        self.out.push_back(Output::Ended { room, outcome });
                     }
                     Err(why) => self.out.push_back(Output::Refused { room, why }),
                 }
@@ -513,35 +531,39 @@ impl<Q> Prefill<Q> {
                 match self.chunk(chunk) {
                     Ok(fresh) => {
                         self.out.push_back(Output::ChunkTaken { room });
-                        self.make_ready(room, &fresh);
-                        self.pump(now, room);
+                        self.make_ready(claimed(room), &fresh);
+                        self.pump(now, claimed(room));
                     }
                     Err(why) => self.out.push_back(Output::Refused { room, why }),
                 }
             }
             Event::Finish { room } => self.finish(now, room),
-            Event::AbortLocal { room, why } => self.give_up(now, room, why),
+            Event::AbortLocal { room, why } => self.give_up(now, claimed(room), why),
             Event::AbortBy { from, room, reason } => {
-                if self.rooms.contains_key(&room) {
-                    let why = Error::new(ErrorKind::Aborted, "aborted at the prefill leg")
-                        .with("by", from)
-                        .with("reason", reason.chars().take(200).collect::<String>());
-                    self.give_up(now, room, why.to_refusal());
-                }
+                let why = Error::new(ErrorKind::Aborted, "aborted at the prefill leg")
+                    .with("by", from)
+                    .with("reason", reason.chars().take(200).collect::<String>());
+                self.give_up(now, claimed(room), why.to_refusal());
             }
             Event::LinkUp { link, peer, path, part_bytes } => {
-                let down = HashSet::new();
-                let renewed = HashMap::new();
-                let fresh = Link { peer, path, part_bytes, down, renewed, orphans: 0 };
+                let fresh = Link {
+                    peer,
+                    path,
+                    part_bytes,
+                    down: HashSet::new(),
+                    renewed: HashMap::new(),
+                    orphans: 0,
+                    orphan_words: 0,
+                };
                 self.links.insert(link, fresh);
             }
             Event::LinkDown { link, why } => self.link_down(now, link, &why),
             Event::Peer { link, msg, echo_sent } => self.peer(now, link, msg, echo_sent),
             Event::Acked { link, grant, part, lane } => self.acked(now, link, grant, part, lane),
             Event::Nacked { link, grant, part, lane, why } => {
-                if let Some(&room) = self.by_grant.get(&(link, grant)) {
-                    self.try_again(now, room, &[(part, lane)], &why);
-                    self.pump(now, room);
+                if let Some(&slot) = self.by_grant.get(&(link, grant)) {
+                    self.try_again(now, slot, &[(part, lane)], &why);
+                    self.pump(now, slot);
                 }
             }
             Event::LaneUp { link, lane } => {
@@ -550,8 +572,8 @@ impl<Q> Prefill<Q> {
                 {
                     l.renewed.insert(lane, now);
                 }
-                for room in self.rooms_of(link) {
-                    self.pump(now, room);
+                for slot in self.rooms_of(link) {
+                    self.pump(now, slot);
                 }
             }
             Event::LaneDown { link, lane } => self.lane_down(now, link, lane),
@@ -562,16 +584,16 @@ impl<Q> Prefill<Q> {
 
     /// Does what is due. Harmless at any time.
     pub fn handle_timeout(&mut self, now: Time) {
-        while let Some(&(at, room)) = self.timers.first() {
+        while let Some(&(at, slot)) = self.timers.first() {
             if at > now {
                 break;
             }
             self.timers.pop_first();
-            if let Some(r) = self.rooms.get_mut(&room) {
+            if let Some(r) = self.rooms.get_mut(&slot) {
                 r.armed = None;
             }
-            self.tick(now, room);
-            self.rearm(room);
+            self.tick(now, slot);
+            self.rearm(slot);
         }
     }
 
@@ -583,106 +605,128 @@ impl<Q> Prefill<Q> {
         room: RoomId,
         tokens: u32,
         decode: Option<Identity>,
+        issuer: Option<Identity>,
         deadline_ms: u64,
-    ) -> Result<()> {
+    ) -> Result<Attached> {
         if room > RoomId::MAX {
             return Err(
                 Error::new(ErrorKind::Malformed, "room number exceeds 2^63-1").with("room", room)
             );
         }
-        let blocks = self.config.layout.blocks_for(tokens);
-        if blocks > self.config.pool_blocks || blocks > limits::BLOCKS_PER_ROOM_MAX {
-            return Err(Error::new(ErrorKind::NeverFits, "the room has more blocks than the pool")
-                .with("tokens", tokens)
-                .with("blocks", blocks)
-                .with("pool_blocks", self.config.pool_blocks.min(limits::BLOCKS_PER_ROOM_MAX)));
+        self.check_fits(tokens)?;
+        if self.rooms.contains_key(&claimed(room)) {
+            return Err(Error::new(ErrorKind::DuplicateRoom, "the room has a prefill leg already")
+                .with("room", room)
+                .hint("room numbers are used once; let the coordinator issue them"));
         }
+        if let Some(past) = self.ended.get(&room) {
+            return Err(past.refusal(room));
+        }
+        // What came before the leg counts if it came from the decode that the leg names.
+        let offers = (room, Some(LinkId(0)))..=(room, Some(LinkId(u64::MAX)));
+        let offered = self.rooms.range(offers).find_map(|(slot, r)| {
+            let h = r.held.as_ref()?;
+            decode.as_ref().is_none_or(|d| *d == h.peer).then_some((*slot, h.link))
+        });
+        let over = match &decode {
+            Some(d) => self.early.get(d).and_then(|m| m.get(&room)).cloned(),
+            None => {
+                let mut heard: Vec<_> =
+                    self.early.iter().filter_map(|(d, m)| Some((d, m.get(&room)?))).collect();
+                heard.sort_unstable_by_key(|(d, _)| *d);
+                heard.first().map(|(_, past)| (*past).clone())
+            }
+        };
         let source = Source {
             tokens,
-            ids: vec![NOT_DECLARED; blocks as usize],
+            ids: vec![NOT_DECLARED; self.config.layout.blocks_for(tokens) as usize],
             done: vec![0; self.config.layout.layers as usize],
         };
         let deadline = now.plus_ms(deadline_ms.min(self.config.room_deadline_ms));
-        match self.rooms.get_mut(&room) {
-            Some(r) if r.source.is_some() => {
-                Err(Error::new(ErrorKind::DuplicateRoom, "the room has a prefill leg already")
-                    .with("room", room))
+        if let Some((slot, link)) = offered {
+            let held = self.rooms.get(&slot).and_then(|r| r.held.as_ref());
+            if let Some(h) = held.filter(|h| h.offer.span.tokens != tokens) {
+                return Err(lengths_differ(tokens, h.offer.span.tokens));
             }
-            // The offer came first.
-            Some(r) => {
-                let offered = r.held.as_ref().map(|h| (&h.peer, h.offer.span.tokens));
-                if let (Some(want), Some((from, _))) = (&decode, offered)
-                    && want != from
-                {
-                    return Err(Error::new(ErrorKind::Unauthorized, "offered by another decode")
-                        .with("expected", want)
-                        .with("found", from));
-                }
-                if let Some((_, offered)) = offered.filter(|o| o.1 != tokens) {
-                    return Err(Error::new(ErrorKind::InvalidPlan, "prompt lengths differ")
-                        .with("prefill_tokens", tokens)
-                        .with("decode_tokens", offered)
-                        .hint("both legs must carry the same prompt"));
-                }
-                if let Some(h) = &r.held
-                    && let Some(link) = self.links.get_mut(&h.link)
-                {
-                    link.orphans = link.orphans.saturating_sub(1);
-                }
-                r.source = Some(source);
-                r.decode = decode;
-                r.deadline = deadline;
-                Ok(())
+            let Some(mut r) = self.take(&slot) else { return Ok(Attached::Runs) };
+            if let Some(h) = &mut r.held {
+                h.number_parts();
+                self.by_grant.insert((link, h.offer.grant), claimed(room));
             }
-            None => {
-                match self.ended.get(&room) {
-                    // It ended before its leg came, which hears of it once.
-                    Some(past) if !past.told => return Ok(()),
-                    Some(Past { outcome, .. }) => {
-                        return Err(Error::new(ErrorKind::RoomEnded, "the room has ended")
-                            .with("room", room)
-                            .with("outcome", describe(outcome)));
-                    }
-                    None => {}
-                }
-                if self.draining {
-                    return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
-                        .blamed(Blame::Prefill)
-                        .hint("use another prefill worker"));
-                }
-                if self.rooms.len() >= self.config.rooms_max {
-                    return Err(Error::new(ErrorKind::Busy, "the prefill worker is full")
-                        .with("rooms", self.rooms.len())
-                        .with("rooms_max", self.config.rooms_max)
-                        .blamed(Blame::Prefill));
-                }
-                self.rooms.insert(room, Room::new(Some(source), decode, deadline));
-                Ok(())
-            }
+            (r.source, r.decode, r.issuer, r.deadline) = (Some(source), decode, issuer, deadline);
+            self.rooms.insert(claimed(room), r);
+            return Ok(Attached::Runs);
         }
+        if let Some(past) = over {
+            let outcome = past.outcome.clone();
+            self.ended.insert(room, past);
+            return Ok(Attached::Over(outcome));
+        }
+        if self.draining {
+            return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
+                .blamed(Blame::Prefill)
+                .hint("use another prefill worker"));
+        }
+        if self.rooms.len() >= self.config.rooms_max {
+            return Err(Error::new(ErrorKind::Busy, "the prefill worker is full")
+                .with("rooms", self.rooms.len())
+                .with("rooms_max", self.config.rooms_max)
+                .blamed(Blame::Prefill));
+        }
+        let fresh = Room { issuer, ..Room::new(Some(source), decode, deadline) };
+        self.rooms.insert(claimed(room), fresh);
+        Ok(Attached::Runs)
     }
 
-    fn claimed(&mut self, now: Time, room: RoomId) {
-        self.out.push_back(Output::Attached { room });
-        if !self.rooms.contains_key(&room)
-            && let Some(past) = self.ended.get(&room).cloned()
-        {
-            let outcome = past.outcome.clone();
-            self.ended.insert(room, Past { told: true, ..past });
-            self.out.push_back(Output::Released { room, proof: None });
-            self.out.push_back(Output::Ended { room, outcome });
-            return;
+    fn check_fits(&self, tokens: u32) -> Result<()> {
+        let blocks = self.config.layout.blocks_for(tokens);
+        let most = self.config.pool_blocks.min(limits::BLOCKS_PER_ROOM_MAX);
+        if blocks <= most {
+            return Ok(());
         }
-        if self.rooms.get(&room).is_some_and(|r| r.released) {
+        Err(Error::new(ErrorKind::NeverFits, "the room has more blocks than the prefill's pool")
+            .with("tokens", tokens)
+            .with("blocks", blocks)
+            .with("pool_blocks", most)
+            .hint("send shorter prompts to this worker or give it a larger pool"))
+    }
+
+    fn start(&mut self, now: Time, room: RoomId) {
+        let slot = claimed(room);
+        self.out.push_back(Output::Attached { room });
+        if self.rooms.get(&slot).is_some_and(|r| r.released) {
             // The offer has been given up; of this leg nothing was ever posted.
             self.out.push_back(Output::Released { room, proof: None });
-        } else if let Some(h) = self.rooms.get(&room).and_then(|r| r.held.as_ref()) {
+        } else {
+            self.say_granted(slot);
+        }
+        // A room without pages has nothing to wait for.
+        self.pump(now, slot);
+        self.rearm(slot);
+    }
+
+    fn say_granted(&mut self, slot: Slot) {
+        let held = self.rooms.get(&slot).and_then(|r| r.held.as_ref());
+        if let (Some(h), (room, None)) = (held, slot) {
             let (link, offer, parts) = (h.link, h.offer.clone(), h.grid.parts());
             self.out.push_back(Output::Granted { room, link, offer, parts });
         }
-        // A room without pages has nothing to wait for.
-        self.pump(now, room);
-        self.rearm(room);
+    }
+
+    /// Removes a room with its timer, and from its link's count if it was only offered.
+    fn take(&mut self, slot: &Slot) -> Option<Room> {
+        let mut r = self.rooms.remove(slot)?;
+        if let Some(at) = r.armed.take() {
+            self.timers.remove(&(at, *slot));
+        }
+        if let Some(h) = &r.held {
+            self.by_grant.remove(&(h.link, h.offer.grant));
+            if let Some(l) = slot.1.and_then(|link| self.links.get_mut(&link)) {
+                l.orphans -= 1;
+                l.orphan_words -= h.offer.blocks.words();
+            }
+        }
+        Some(r)
     }
 
     /// Takes a chunk; returns what became final, as layers × blocks of the prompt.
@@ -696,13 +740,9 @@ impl<Q> Prefill<Q> {
                 .with("tokens", format!("{:?}", chunk.tokens))
                 .with("layers", format!("{:?}", chunk.layers))
         };
-        let Some(r) = self.rooms.get_mut(&chunk.room) else {
+        let Some(r) = self.rooms.get_mut(&claimed(chunk.room)) else {
             return Err(match self.ended.get(&chunk.room) {
-                Some(Past { outcome, .. }) => {
-                    Error::new(ErrorKind::RoomEnded, "the room has ended")
-                        .with("room", chunk.room)
-                        .with("outcome", describe(outcome))
-                }
+                Some(past) => past.refusal(chunk.room),
                 None => Error::new(ErrorKind::NotFound, "no such room").with("room", chunk.room),
             });
         };
@@ -758,7 +798,7 @@ impl<Q> Prefill<Q> {
     }
 
     fn finish(&mut self, now: Time, room: RoomId) {
-        let Some(r) = self.rooms.get(&room) else { return };
+        let Some(r) = self.rooms.get(&claimed(room)) else { return };
         let Some(source) = &r.source else { return };
         let prefix = r.held.as_ref().map_or(0, |h| h.offer.span.prefix_tokens);
         let short = source.done.iter().position(|&d| d.max(prefix) < source.tokens);
@@ -767,7 +807,7 @@ impl<Q> Prefill<Q> {
                 .with("layer", layer)
                 .with("tokens_declared", source.done[layer])
                 .with("tokens", source.tokens);
-            self.give_up(now, room, why.to_refusal());
+            self.give_up(now, claimed(room), why.to_refusal());
         }
     }
 
@@ -780,21 +820,15 @@ impl<Q> Prefill<Q> {
                 match self.offer(now, link, *offer, echo_sent) {
                     // It is repeated, and then counts.
                     Ok(None) => {}
-                    Ok(Some(fresh)) => {
+                    Ok(Some((slot, fresh))) => {
                         let msg = PeerMsg::OfferAck { room, grant };
                         self.out.push_back(Output::Send { link, msg });
                         if fresh {
-                            let r = self.rooms.get(&room);
-                            if let Some(h) =
-                                r.filter(|r| r.source.is_some()).and_then(|r| r.held.as_ref())
-                            {
-                                let (offer, parts) = (h.offer.clone(), h.grid.parts());
-                                self.out.push_back(Output::Granted { room, link, offer, parts });
-                            }
-                            self.make_all_ready(room);
-                            self.pump(now, room);
+                            self.say_granted(slot);
+                            self.make_all_ready(slot);
+                            self.pump(now, slot);
                         }
-                        self.rearm(room);
+                        self.rearm(slot);
                     }
                     Err(e) => {
                         let msg = PeerMsg::Abort { room, grant, why: e.to_refusal() };
@@ -803,18 +837,18 @@ impl<Q> Prefill<Q> {
                 }
             }
             PeerMsg::Renew { room, grant, lease_ms } => {
-                if let Some(h) = self.held(link, room, grant) {
+                if let Some((slot, h)) = self.held(link, room, grant) {
                     h.lease_until = h.lease_until.max(echo_sent.plus_ms(holder_ms(lease_ms)));
-                    self.rearm(room);
+                    self.rearm(slot);
                 }
             }
             PeerMsg::ServeAck { room, grant, serve } => {
-                if let Some(h) = self.held(link, room, grant)
+                if let Some((slot, h)) = self.held(link, room, grant)
                     && h.serve.as_ref().is_some_and(|s| s.0.serve == serve)
                 {
                     h.serve = None;
-                    self.serve_next(now, room);
-                    self.rearm(room);
+                    self.serve_next(now, slot);
+                    self.rearm(slot);
                 }
             }
             PeerMsg::Ended { room, grant, outcome } => {
@@ -834,33 +868,36 @@ impl<Q> Prefill<Q> {
         }
     }
 
-    fn held(&mut self, link: LinkId, room: RoomId, grant: GrantId) -> Option<&mut Held> {
-        let h = self.rooms.get_mut(&room)?.held.as_mut()?;
-        (h.link == link && h.offer.grant == grant).then_some(h)
+    fn held(&mut self, link: LinkId, room: RoomId, grant: GrantId) -> Option<(Slot, &mut Held)> {
+        let slot = *self.by_grant.get(&(link, grant)).filter(|slot| slot.0 == room)?;
+        Some((slot, self.rooms.get_mut(&slot)?.held.as_mut()?))
     }
 
-    /// Takes an offer; says whether it is new, or nothing if it may be older than its lanes.
+    /// Takes an offer; says where it is and whether it is new, or nothing if it may be older than
+    /// its lanes.
     fn offer(
         &mut self,
         now: Time,
         link_id: LinkId,
         offer: Offer,
         echo_sent: Time,
-    ) -> Result<Option<bool>> {
+    ) -> Result<Option<(Slot, bool)>> {
         let room = offer.room;
-        let Some(link) = self.links.get_mut(&link_id) else {
-            return Err(Error::new(ErrorKind::PeerLost, "the link is not up"));
-        };
-        let peer = link.peer.identity.clone();
-        if let Some(Past { outcome, .. }) = self.ended.get(&room) {
-            return Err(Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
-                .with("room", room)
-                .with("outcome", describe(outcome)));
+        if let Some(past) = self.ended.get(&room) {
+            return Err(past.refusal(room));
         }
         if room > RoomId::MAX || offer.grant == GrantId::NONE {
             return Err(Error::new(ErrorKind::Malformed, "bad room or grant number")
                 .with("room", room)
                 .with("grant", offer.grant));
+        }
+        self.check_fits(offer.span.tokens)?;
+        let Some(link) = self.links.get_mut(&link_id) else {
+            return Err(Error::new(ErrorKind::PeerLost, "the link is not up"));
+        };
+        let peer = link.peer.identity.clone();
+        if let Some(past) = self.early.get(&peer).and_then(|m| m.get(&room)) {
+            return Err(past.refusal(room));
         }
         let range = offer.span.blocks(&self.config.layout)?;
         let grid = Grid::new(&self.config.layout, range.end - range.start, link.part_bytes)?;
@@ -883,11 +920,16 @@ impl<Q> Prefill<Q> {
             .filter(|(id, _)| usable(id))
             .map(|&(id, _)| HeldLane { id, in_flight: 0, progress: now })
             .collect();
-        match self.rooms.get(&room) {
+        let slot = match self.rooms.contains_key(&claimed(room)) {
+            true => claimed(room),
+            false => (room, Some(link_id)),
+        };
+        let words = offer.blocks.words();
+        match self.rooms.get(&slot) {
             Some(r) => {
                 if let Some(h) = &r.held {
                     if h.link == link_id && h.offer.grant == offer.grant {
-                        return Ok(Some(false));
+                        return Ok(Some((slot, false)));
                     }
                     return Err(Error::new(
                         ErrorKind::DuplicateRoom,
@@ -902,52 +944,59 @@ impl<Q> Prefill<Q> {
                         ErrorKind::Unauthorized,
                         "the room is another decode's",
                     )
+                    .with("room", room)
                     .with("expected", want)
                     .with("found", &peer));
                 }
                 if r.phase != Phase::Running {
-                    return Err(Error::new(ErrorKind::RoomEnded, "the room is ending"));
+                    return Err(
+                        Error::new(ErrorKind::RoomEnded, "the room is ending").with("room", room)
+                    );
                 }
                 if lanes.is_empty() {
                     return Ok(None);
                 }
                 let tokens = r.source.as_ref().map_or(offer.span.tokens, |s| s.tokens);
                 if tokens != offer.span.tokens {
-                    return Err(Error::new(ErrorKind::InvalidPlan, "prompt lengths differ")
-                        .with("prefill_tokens", tokens)
-                        .with("decode_tokens", offer.span.tokens)
-                        .hint("both legs must carry the same prompt"));
+                    return Err(lengths_differ(tokens, offer.span.tokens));
                 }
             }
             None if lanes.is_empty() => return Ok(None),
             None => {
                 if self.draining {
                     return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
-                        .blamed(Blame::Prefill));
+                        .blamed(Blame::Prefill)
+                        .hint("use another prefill worker"));
                 }
-                let full = self.rooms.len() >= self.config.rooms_max;
-                if full || link.orphans >= self.config.orphans_max {
+                let full = self.rooms.len() >= self.config.rooms_max
+                    || link.orphans >= self.config.orphans_max
+                    || link.orphan_words + words > limits::ORPHAN_WORDS_PER_LINK_MAX;
+                if full {
                     return Err(Error::new(ErrorKind::Busy, "too many offers wait for their legs")
                         .with("waiting", link.orphans)
                         .with("limit", self.config.orphans_max)
-                        .blamed(Blame::Prefill));
+                        .with("words", link.orphan_words + words)
+                        .with("words_max", limits::ORPHAN_WORDS_PER_LINK_MAX)
+                        .blamed(Blame::Prefill)
+                        .hint("send the prefill leg when the decode leg is sent"));
                 }
                 link.orphans += 1;
+                link.orphan_words += words;
                 let deadline = now.plus_ms(self.config.room_deadline_ms);
-                self.rooms.insert(room, Room::new(None, None, deadline));
+                self.rooms.insert(slot, Room::new(None, None, deadline));
             }
         }
         let path = link.path;
         let lease_until = echo_sent.plus_ms(holder_ms(offer.lease_ms));
-        self.by_grant.insert((link_id, offer.grant), room);
-        if let Some(r) = self.rooms.get_mut(&room) {
-            r.held = Some(Held {
+        self.by_grant.insert((link_id, offer.grant), slot);
+        if let Some(r) = self.rooms.get_mut(&slot) {
+            let mut held = Held {
                 link: link_id,
                 peer,
                 path,
                 grid,
                 first_block: range.start,
-                parts: vec![PartState::Waiting; grid.parts() as usize],
+                parts: Vec::new(),
                 unacked: grid.parts(),
                 ready: VecDeque::new(),
                 later: BTreeSet::new(),
@@ -958,70 +1007,84 @@ impl<Q> Prefill<Q> {
                 serve: None,
                 serves: 0,
                 offer: Arc::new(offer),
-            });
+            };
+            // An offer that nobody has claimed costs its block list and no more.
+            if r.source.is_some() {
+                held.number_parts();
+            }
+            r.held = Some(held);
         }
-        Ok(Some(true))
+        Ok(Some((slot, true)))
     }
 
     /// The decode has decided.
     fn decided(&mut self, now: Time, link: LinkId, room: RoomId, grant: GrantId, outcome: Outcome) {
-        let quiet = PeerMsg::Quiesced { room, grant, clean: true, heard: true };
-        let Some(l) = self.links.get(&link) else { return };
-        let Some(r) = self.rooms.get_mut(&room) else {
-            // Nothing of it is here, so nothing of it can land. A leg that comes later learns it.
-            // Of a room that is over, what was said stands: an answer may be lost, not improved.
-            let clean = self.ended.get(&room).is_none_or(|past| past.clean);
-            if self.ended.get(&room).is_none() {
-                self.ended.insert(room, Past { outcome, told: false, clean: true });
-            }
+        let Some(l) = self.links.get_mut(&link) else { return };
+        let quiet = |clean| {
             let msg = PeerMsg::Quiesced { room, grant, clean, heard: true };
-            self.out.push_back(Output::Send { link, msg });
-            return;
+            Output::Send { link, msg }
         };
-        match &r.held {
-            Some(h) if h.link == link && h.offer.grant == grant => {}
-            // The offer was overtaken or never made. Done it cannot be without one.
-            None if !outcome.is_done()
-                && r.decode.as_ref().is_none_or(|d| *d == l.peer.identity) => {}
-            _ => {
-                self.out.push_back(Output::Send { link, msg: quiet });
+        let granted = self.by_grant.get(&(link, grant)).copied().filter(|slot| slot.0 == room);
+        // Without a grant of this link: the offer was overtaken or never made, so the room cannot
+        // be done, and only the decode that the leg waits for may end it.
+        let waiting = self.rooms.get(&claimed(room)).is_some_and(|r| {
+            r.held.is_none()
+                && !outcome.is_done()
+                && r.decode.as_ref().is_none_or(|d| *d == l.peer.identity)
+        });
+        let slot = match granted {
+            Some(slot) => slot,
+            None if waiting => {
+                self.out.push_back(quiet(true));
+                claimed(room)
+            }
+            None => {
+                // Nothing of it is here, so nothing of it can land. A leg that comes later learns
+                // it. Of a room that is over, what was said stands: an answer may be lost, not
+                // improved.
+                let peer = l.peer.identity.clone();
+                let early = self.early.get(&peer).and_then(|m| m.get(&room));
+                let past = self.ended.get(&room).or(early);
+                self.out.push_back(quiet(past.is_none_or(|past| past.clean)));
+                let unheard = past.is_none() && !self.rooms.contains_key(&claimed(room));
+                if unheard && !outcome.is_done() {
+                    self.remember_early(peer, room, Past { outcome, clean: true });
+                }
                 return;
             }
-        }
-        if r.held.is_none() {
-            self.out.push_back(Output::Send { link, msg: quiet });
-        }
+        };
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         r.outcome.get_or_insert(outcome);
         r.resend = None;
         match r.phase {
-            Phase::Running => self.quiesce(now, room),
+            Phase::Running => self.quiesce(now, slot),
             Phase::Quieting { .. } => {}
             Phase::Quiet => {
-                self.say_quiet(room);
-                self.end(room);
+                self.say_quiet(slot);
+                self.end(slot);
             }
         }
     }
 
     // ---- parts ----------------------------------------------------------------------------
 
-    fn rooms_of(&self, link: LinkId) -> Vec<RoomId> {
-        let mut rooms: Vec<RoomId> =
+    fn rooms_of(&self, link: LinkId) -> Vec<Slot> {
+        let mut rooms: Vec<Slot> =
             self.by_grant.iter().filter(|(k, _)| k.0 == link).map(|(_, &r)| r).collect();
         rooms.sort_unstable();
         rooms
     }
 
-    fn make_all_ready(&mut self, room: RoomId) {
+    fn make_all_ready(&mut self, slot: Slot) {
         let all = Rect { layers: 0..u32::MAX, blocks: 0..u32::MAX };
-        self.make_ready(room, &all);
+        self.make_ready(slot, &all);
     }
 
     /// Marks the parts that touch `fresh` (blocks of the prompt) and are final throughout.
-    fn make_ready(&mut self, room: RoomId, fresh: &Rect) {
+    fn make_ready(&mut self, slot: Slot, fresh: &Rect) {
         let early = self.broken(Mutant::NotFinal);
         let page_tokens = self.config.layout.page_tokens;
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
         let shift = |b: u32| b.saturating_sub(h.first_block);
         let here = Rect {
@@ -1047,20 +1110,20 @@ impl<Q> Prefill<Q> {
     }
 
     /// Posts what may be posted, and ends the posting when all is acknowledged.
-    fn pump(&mut self, now: Time, room: RoomId) {
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+    fn pump(&mut self, now: Time, slot: Slot) {
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         if r.phase != Phase::Running {
             return;
         }
         let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
         if now >= h.lease_until {
             // The timer is due and ends the room; an event that came before it posts nothing.
-            self.rearm(room);
+            self.rearm(slot);
             return;
         }
         if h.path == DataPath::Puller {
-            self.serve_next(now, room);
-            self.rearm(room);
+            self.serve_next(now, slot);
+            self.rearm(slot);
             return;
         }
         let Some(link) = self.links.get(&h.link) else { return };
@@ -1103,16 +1166,16 @@ impl<Q> Prefill<Q> {
             });
         }
         if h.unacked == 0 {
-            self.quiesce(now, room);
+            self.quiesce(now, slot);
         } else {
-            self.rearm(room);
+            self.rearm(slot);
         }
     }
 
     /// On pull engines: offers to serve what is ready, one serve at a time.
-    fn serve_next(&mut self, now: Time, room: RoomId) {
+    fn serve_next(&mut self, now: Time, slot: Slot) {
         let resend_ms = self.config.resend_ms;
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
         if r.phase != Phase::Running || h.serve.is_some() || h.ready.is_empty() {
             return;
@@ -1133,7 +1196,7 @@ impl<Q> Prefill<Q> {
         let from = (h.first_block + start) as usize;
         let to = (h.first_block + end) as usize;
         let serve = Serve {
-            room,
+            room: slot.0,
             grant: h.offer.grant,
             serve: h.serves,
             parts,
@@ -1149,8 +1212,8 @@ impl<Q> Prefill<Q> {
     }
 
     fn acked(&mut self, now: Time, link: LinkId, grant: GrantId, part: PartId, lane: LaneId) {
-        let Some(&room) = self.by_grant.get(&(link, grant)) else { return };
-        let Some(h) = self.rooms.get_mut(&room).and_then(|r| r.held.as_mut()) else { return };
+        let Some(&slot) = self.by_grant.get(&(link, grant)) else { return };
+        let Some(h) = self.rooms.get_mut(&slot).and_then(|r| r.held.as_mut()) else { return };
         let Some(state) = h.parts.get_mut(part.0 as usize) else { return };
         if *state == PartState::InFlight(lane)
             && let Some(l) = h.lanes.iter_mut().find(|l| l.id == lane)
@@ -1168,15 +1231,15 @@ impl<Q> Prefill<Q> {
             *state = PartState::Acked;
             h.unacked -= 1;
         }
-        self.pump(now, room);
+        self.pump(now, slot);
     }
 
     /// Parts that came back unsent or in doubt go out again, later, or the room fails.
-    fn try_again(&mut self, now: Time, room: RoomId, parts: &[(PartId, LaneId)], why: &Refusal) {
+    fn try_again(&mut self, now: Time, slot: Slot, parts: &[(PartId, LaneId)], why: &Refusal) {
         let (retry_ms, tries_max) = (self.config.retry_ms, self.config.part_tries_max);
         let mut rng = self.rng;
         let mut hopeless = None;
-        let Some(h) = self.rooms.get_mut(&room).and_then(|r| r.held.as_mut()) else { return };
+        let Some(h) = self.rooms.get_mut(&slot).and_then(|r| r.held.as_mut()) else { return };
         for &(part, lane) in parts {
             let Some(state) = h.parts.get_mut(part.0 as usize) else { continue };
             if *state != PartState::InFlight(lane) {
@@ -1205,17 +1268,17 @@ impl<Q> Prefill<Q> {
                 .with("part", part.0)
                 .with("tries", tries)
                 .with("last", why);
-            self.give_up(now, room, why.to_refusal());
+            self.give_up(now, slot, why.to_refusal());
         }
-        self.rearm(room);
+        self.rearm(slot);
     }
 
     fn lane_down(&mut self, now: Time, link: LinkId, lane: LaneId) {
         let Some(l) = self.links.get_mut(&link) else { return };
         l.down.insert(lane);
         let why = Refusal::new(ErrorKind::NoPath, "the lane was lost");
-        for room in self.rooms_of(link) {
-            let Some(h) = self.rooms.get_mut(&room).and_then(|r| r.held.as_mut()) else { continue };
+        for slot in self.rooms_of(link) {
+            let Some(h) = self.rooms.get_mut(&slot).and_then(|r| r.held.as_mut()) else { continue };
             let lost: Vec<(PartId, LaneId)> = h
                 .parts
                 .iter()
@@ -1231,20 +1294,20 @@ impl<Q> Prefill<Q> {
             }
             let stranded = h.lanes.is_empty();
             if !lost.is_empty() {
-                self.try_again(now, room, &lost, &why);
+                self.try_again(now, slot, &lost, &why);
             }
             if stranded {
-                self.give_up(now, room, why.clone());
+                self.give_up(now, slot, why.clone());
             }
-            self.pump(now, room);
+            self.pump(now, slot);
         }
     }
 
     // ---- ends -----------------------------------------------------------------------------
 
     /// Stops posting. Without a grant there is nothing to stop.
-    fn quiesce(&mut self, now: Time, room: RoomId) {
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+    fn quiesce(&mut self, now: Time, slot: Slot) {
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         if r.phase != Phase::Running {
             return;
         }
@@ -1253,13 +1316,13 @@ impl<Q> Prefill<Q> {
                 r.phase = Phase::Quieting { until: now.plus_ms(self.config.quiet_ms) };
                 let (link, grant) = (h.link, h.offer.grant);
                 self.out.push_back(Output::Quiesce { link, grant });
-                self.rearm(room);
+                self.rearm(slot);
             }
             None => {
                 r.phase = Phase::Quiet;
                 r.released = true;
-                self.out.push_back(Output::Released { room, proof: None });
-                self.end(room);
+                self.out.push_back(Output::Released { room: slot.0, proof: None });
+                self.end(slot);
             }
         }
     }
@@ -1269,18 +1332,19 @@ impl<Q> Prefill<Q> {
             self.out.push_back(Output::Released { room, proof: Some(proof) });
             return;
         }
-        let Some(&room) = self.by_grant.get(&(link, grant)) else { return };
+        let Some(&slot) = self.by_grant.get(&(link, grant)) else { return };
         let resend_ms = self.config.resend_ms;
-        let Some(r) = self.rooms.get_mut(&room) else { return };
-        if !r.released {
-            r.released = true;
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
+        let room = slot.0;
+        // An offer without a leg has no source.
+        if !std::mem::replace(&mut r.released, true) && slot.1.is_none() {
             self.out.push_back(Output::Released { room, proof: Some(proof) });
         }
         r.phase = Phase::Quiet;
-        self.say_quiet(room);
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+        self.say_quiet(slot);
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         if r.outcome.is_some() {
-            self.end(room);
+            self.end(slot);
         } else {
             if r.resend.is_none()
                 && let Some(h) = &r.held
@@ -1288,23 +1352,23 @@ impl<Q> Prefill<Q> {
                 let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard: false };
                 r.resend = Some((msg, Backoff::new(now, resend_ms)));
             }
-            self.rearm(room);
+            self.rearm(slot);
         }
     }
 
-    fn say_quiet(&mut self, room: RoomId) {
-        let Some(r) = self.rooms.get(&room) else { return };
+    fn say_quiet(&mut self, slot: Slot) {
+        let Some(r) = self.rooms.get(&slot) else { return };
         if let Some(h) = &r.held {
-            let (grant, heard) = (h.offer.grant, r.outcome.is_some());
+            let (room, grant, heard) = (slot.0, h.offer.grant, r.outcome.is_some());
             let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard };
             self.out.push_back(Output::Send { link: h.link, msg });
         }
     }
 
     /// This side wants the room to end; the decode decides, where it knows of it.
-    fn give_up(&mut self, now: Time, room: RoomId, why: Refusal) {
+    fn give_up(&mut self, now: Time, slot: Slot, why: Refusal) {
         let resend_ms = self.config.resend_ms;
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         if r.outcome.is_some() || matches!(r.resend, Some((PeerMsg::Abort { .. }, _))) {
             return;
         }
@@ -1316,54 +1380,59 @@ impl<Q> Prefill<Q> {
                 .and_then(|d| newest_link(&self.links, d).map(|id| (id, GrantId::NONE))),
         };
         if let Some((link, grant)) = to {
-            let msg = PeerMsg::Abort { room, grant, why: why.clone() };
+            let msg = PeerMsg::Abort { room: slot.0, grant, why: why.clone() };
             self.out.push_back(Output::Send { link, msg: msg.clone() });
             r.resend = Some((msg, Backoff::new(now, resend_ms)));
         }
         if r.held.is_none() {
             r.outcome = Some(Outcome::Failed { why, bytes: 0 });
         }
-        self.quiesce(now, room);
-        self.rearm(room);
+        self.quiesce(now, slot);
+        self.rearm(slot);
     }
 
-    fn end(&mut self, room: RoomId) {
-        let Some(r) = self.rooms.get(&room) else { return };
+    fn end(&mut self, slot: Slot) {
+        let Some(r) = self.rooms.get(&slot) else { return };
         if r.outcome.is_none() || !r.released && matches!(r.phase, Phase::Quieting { .. }) {
             return;
         }
-        let Some(r) = self.rooms.remove(&room) else { return };
-        if let Some(at) = r.armed {
-            self.timers.remove(&(at, room));
-        }
-        if let Some(h) = &r.held {
-            self.by_grant.remove(&(h.link, h.offer.grant));
-            if r.source.is_none()
-                && let Some(l) = self.links.get_mut(&h.link)
-            {
-                l.orphans = l.orphans.saturating_sub(1);
+        let Some(r) = self.take(&slot) else { return };
+        let Some(outcome) = r.outcome else { return };
+        let clean = r.held.as_ref().is_none_or(|h| !h.tainted);
+        let past = Past { outcome: outcome.clone(), clean };
+        match slot {
+            (room, None) => {
+                self.ended.insert(room, past);
+                self.out.push_back(Output::Ended { room, outcome });
+            }
+            (room, Some(_)) => {
+                if let Some(h) = r.held {
+                    self.remember_early(h.peer, room, past);
+                }
             }
         }
-        if let Some(outcome) = r.outcome {
-            let clean = r.held.as_ref().is_none_or(|h| !h.tainted);
-            let told = r.source.is_some();
-            self.ended.insert(room, Past { outcome: outcome.clone(), told, clean });
-            self.out.push_back(Output::Ended { room, outcome });
+    }
+
+    fn remember_early(&mut self, decode: Identity, room: RoomId, past: Past) {
+        if let Some(rooms) = self.early.get_mut(&decode) {
+            rooms.insert(room, past);
+        } else {
+            let mut rooms = Memory::new(limits::ORPHANS_PER_LINK_MAX);
+            rooms.insert(room, past);
+            self.early.insert(decode, rooms);
         }
     }
 
     fn link_down(&mut self, now: Time, id: LinkId, why: &Refusal) {
         let Some(link) = self.links.remove(&id) else { return };
-        let mut waits: Vec<RoomId> = self
+        let waits: Vec<Slot> = self
             .rooms
             .iter()
             .filter(|(_, r)| r.held.is_none() && r.decode.as_ref() == Some(&link.peer.identity))
-            .map(|(&room, _)| room)
+            .map(|(&slot, _)| slot)
             .collect();
-        // A run must not depend on the order of a hash map.
-        waits.sort_unstable();
-        for room in self.rooms_of(id).into_iter().chain(waits) {
-            let Some(r) = self.rooms.get_mut(&room) else { continue };
+        for slot in self.rooms_of(id).into_iter().chain(waits) {
+            let Some(r) = self.rooms.get_mut(&slot) else { continue };
             r.resend = None;
             if r.outcome.is_none() {
                 r.outcome = Some(match &r.held {
@@ -1372,17 +1441,17 @@ impl<Q> Prefill<Q> {
                 });
             }
             match r.phase {
-                Phase::Running => self.quiesce(now, room),
+                Phase::Running => self.quiesce(now, slot),
                 Phase::Quieting { .. } => {}
-                Phase::Quiet => self.end(room),
+                Phase::Quiet => self.end(slot),
             }
         }
     }
 
     // ---- time -----------------------------------------------------------------------------
 
-    fn rearm(&mut self, room: RoomId) {
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+    fn rearm(&mut self, slot: Slot) {
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         let mut next = match r.phase {
             Phase::Quieting { until } => until,
             _ => r.deadline,
@@ -1404,16 +1473,17 @@ impl<Q> Prefill<Q> {
         }
         if r.armed != Some(next) {
             if let Some(at) = r.armed {
-                self.timers.remove(&(at, room));
+                self.timers.remove(&(at, slot));
             }
             r.armed = Some(next);
-            self.timers.insert((next, room));
+            self.timers.insert((next, slot));
         }
     }
 
-    fn tick(&mut self, now: Time, room: RoomId) {
+    fn tick(&mut self, now: Time, slot: Slot) {
+        let room = slot.0;
         let part_timeout_ms = self.config.part_timeout_ms;
-        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let Some(r) = self.rooms.get_mut(&slot) else { return };
         if let Some((msg, resend)) = &mut r.resend
             && now >= resend.at
         {
@@ -1446,8 +1516,8 @@ impl<Q> Prefill<Q> {
                         self.out.push_back(Output::Withheld { room, why });
                     }
                 }
-                self.say_quiet(room);
-                self.end(room);
+                self.say_quiet(slot);
+                self.end(slot);
             }
             Phase::Running if now >= r.deadline => {
                 let missing = match (&r.source, &r.held) {
@@ -1463,7 +1533,7 @@ impl<Q> Prefill<Q> {
                     .with("missing", missing)
                     .blamed(blame);
                 r.deadline = now.plus_ms(self.config.room_deadline_ms);
-                self.give_up(now, room, why.to_refusal());
+                self.give_up(now, slot, why.to_refusal());
             }
             Phase::Running => {
                 let Some(h) = &mut r.held else { return };
@@ -1471,7 +1541,7 @@ impl<Q> Prefill<Q> {
                     let why = Error::new(ErrorKind::LeaseExpired, "the grant was not renewed")
                         .with("lease_ms", h.offer.lease_ms)
                         .blamed(Blame::Decode);
-                    self.give_up(now, room, why.to_refusal());
+                    self.give_up(now, slot, why.to_refusal());
                     return;
                 }
                 if let Some((serve, resend)) = &mut h.serve
@@ -1487,7 +1557,7 @@ impl<Q> Prefill<Q> {
                         self.out.push_back(Output::ResetLane { link: h.link, lane: lane.id });
                     }
                 }
-                self.pump(now, room);
+                self.pump(now, slot);
             }
             // The decode never spoke.
             Phase::Quiet if now >= r.deadline => {
@@ -1495,7 +1565,7 @@ impl<Q> Prefill<Q> {
                     .with("missing", "decode's decision")
                     .blamed(Blame::Decode);
                 r.outcome.get_or_insert(Outcome::Unknown { why: why.to_refusal() });
-                self.end(room);
+                self.end(slot);
             }
             _ => {}
         }
@@ -1504,6 +1574,27 @@ impl<Q> Prefill<Q> {
 
 fn newest_link(links: &HashMap<LinkId, Link>, decode: &Identity) -> Option<LinkId> {
     links.iter().filter(|(_, l)| l.peer.identity == *decode).map(|(&id, _)| id).max()
+}
+
+fn lengths_differ(prefill_tokens: u32, decode_tokens: u32) -> Error {
+    Error::new(ErrorKind::InvalidPlan, "prompt lengths differ")
+        .with("prefill_tokens", prefill_tokens)
+        .with("decode_tokens", decode_tokens)
+        .hint("both legs must carry the same prompt")
+}
+
+impl Past {
+    fn refusal(&self, room: RoomId) -> Error {
+        Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
+            .with("room", room)
+            .with("outcome", describe(&self.outcome))
+    }
+}
+
+impl Held {
+    fn number_parts(&mut self) {
+        self.parts = vec![PartState::Waiting; self.grid.parts() as usize];
+    }
 }
 
 impl Source {
@@ -1669,6 +1760,111 @@ mod tests {
             let said: Vec<bool> = said.collect();
             assert!(!said.is_empty() && said.iter().all(|clean| !clean), "{out:?}");
         }
+    }
+
+    /// A second decode, linked to the same worker.
+    fn stranger(m: &mut Prefill<()>) -> LinkId {
+        let identity = Identity::new("c", Role::Decode, "e", 0).unwrap();
+        let peer = WorkerKey { identity, incarnation: Incarnation([2; 16]) };
+        let (link, path) = (LinkId(2), DataPath::ReceiverCopies);
+        m.handle_event(at(0), Event::LinkUp { link, peer, path, part_bytes: 1 });
+        link
+    }
+    fn attach_for(m: &mut Prefill<()>, decode: &str) -> Vec<Output<()>> {
+        let decode = Some(Identity::new("c", Role::Decode, decode, 0).unwrap());
+        let (issuer, deadline_ms) = (None, 60_000);
+        m.handle_event(at(1), Event::Attach { room: ROOM, tokens: 8, decode, issuer, deadline_ms });
+        outputs(m)
+    }
+
+    #[test]
+    fn one_decode_cannot_spoil_the_room_of_another() {
+        for forged in ["ended", "done", "offer"] {
+            let mut m = worker(DataPath::ReceiverCopies);
+            let link = stranger(&mut m);
+            let why = Refusal::new(ErrorKind::Aborted, "x");
+            let (room, grant) = (ROOM, GrantId(77));
+            let msg = match forged {
+                "ended" => {
+                    PeerMsg::Ended { room, grant, outcome: Outcome::Failed { why, bytes: 0 } }
+                }
+                "done" => PeerMsg::Ended { room, grant, outcome: Outcome::Done { bytes: 0 } },
+                _ => PeerMsg::Offer(Box::new(Offer {
+                    room,
+                    grant,
+                    issuer: None,
+                    span: Span { tokens: 4, prefix_tokens: 0 },
+                    blocks: BlockList::from_ids(&[1]),
+                    lanes: vec![(LANE, 1)],
+                    credit_parts: 8,
+                    lease_ms: 1_000,
+                })),
+            };
+            m.handle_event(at(0), Event::Peer { link, msg, echo_sent: at(0) });
+            outputs(&mut m);
+            let out = attach_for(&mut m, "d");
+            assert!(matches!(out[..], [Output::Attached { .. }]), "{forged}: {out:?}");
+            offer(&mut m, at(2), at(2));
+            chunk(&mut m, at(3), 0..8, &[1, 2]);
+            assert_eq!(posts(&outputs(&mut m)), 8, "{forged}");
+        }
+    }
+
+    #[test]
+    fn a_leg_hears_what_its_own_decode_said_before() {
+        let mut m = worker(DataPath::ReceiverCopies);
+        ended(&mut m, at(0));
+        outputs(&mut m);
+        let out = attach_for(&mut m, "d");
+        assert!(
+            matches!(
+                out[..],
+                [Output::Attached { .. }, Output::Released { .. }, Output::Ended { .. }]
+            ),
+            "{out:?}"
+        );
+        let out = attach_for(&mut m, "d");
+        assert!(matches!(&out[..], [Output::Refused { .. }]), "heard once: {out:?}");
+    }
+
+    #[test]
+    fn offers_nobody_claims_are_bounded_by_count_and_by_their_lists() {
+        let mut m = Prefill::<()>::new(PrefillConfig {
+            orphans_max: 3,
+            ..PrefillConfig::new(small_layout(), 1 << 20, 1)
+        });
+        let link = stranger(&mut m);
+        let send = |m: &mut Prefill<()>, n: u64, blocks: u32| {
+            let ids: Vec<u32> = (0..blocks).map(|i| i * 2 % 7 + i * 8).collect();
+            let msg = PeerMsg::Offer(Box::new(Offer {
+                room: RoomId(n),
+                grant: GrantId(n),
+                issuer: None,
+                span: Span { tokens: blocks * 4, prefix_tokens: 0 },
+                blocks: BlockList::Ids(ids),
+                lanes: vec![(LANE, 1)],
+                credit_parts: 8,
+                lease_ms: 1_000,
+            }));
+            m.handle_event(at(0), Event::Peer { link, msg, echo_sent: at(0) });
+            outputs(m)
+                .into_iter()
+                .any(|o| matches!(o, Output::Send { msg: PeerMsg::OfferAck { .. }, .. }))
+        };
+        let half = limits::ORPHAN_WORDS_PER_LINK_MAX as u32 / 2;
+        assert!(send(&mut m, 1, half));
+        assert!(!send(&mut m, 2, half + 1), "too many words");
+        assert!(send(&mut m, 3, 1) && send(&mut m, 4, 1));
+        assert!(!send(&mut m, 5, 1), "too many offers");
+        assert!(m.rooms.values().all(|r| r.held.as_ref().unwrap().parts.is_empty()));
+        m.handle_event(
+            at(1),
+            Event::LinkDown { link, why: Refusal::new(ErrorKind::PeerLost, "x") },
+        );
+        for n in [1, 3, 4] {
+            m.handle_event(at(1), Event::Quiesced { link, grant: GrantId(n), proof: () });
+        }
+        assert_eq!(m.active(), 0);
     }
 
     #[test]

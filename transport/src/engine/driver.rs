@@ -13,7 +13,7 @@ use std::sync::mpsc::{
     Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel,
 };
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use kvlane_proto::{Error, ErrorKind, Result};
@@ -40,7 +40,13 @@ pub type OnEvents = Box<dyn FnMut(Vec<EngineEvent>) + Send>;
 
 enum Order {
     Command(Command),
-    Register { region: Arc<Region>, add: bool, answer: SyncSender<Result<()>> },
+    Register {
+        region: Arc<Region>,
+        add: bool,
+        answer: SyncSender<Result<()>>,
+        /// Set by whoever is first: the engine with its answer, or the asker that gives up.
+        settled: Arc<AtomicBool>,
+    },
 }
 
 struct Shared {
@@ -58,6 +64,7 @@ pub struct EngineHandle {
     orders: SyncSender<Order>,
     shared: Arc<Shared>,
     thread: Arc<Mutex<Option<JoinHandle<()>>>>,
+    thread_id: ThreadId,
     _last: Arc<LastOne>,
 }
 
@@ -94,14 +101,16 @@ impl EngineHandle {
     /// Makes memory known to the engine; waits for its answer.
     ///
     /// # Errors
-    /// As [`Engine::register`], and as [`EngineHandle::send`].
+    /// As [`Engine::register`], and as [`EngineHandle::send`]; [`ErrorKind::DeadlineExceeded`] if no
+    /// answer came in time, after which the memory is not known: what the engine still does of it,
+    /// it undoes.
     pub fn register(&self, region: &Arc<Region>) -> Result<()> {
         self.ask(region, true)
     }
     /// Makes the engine forget memory; waits for its answer.
     ///
     /// # Errors
-    /// As [`Engine::unregister`], and as [`EngineHandle::send`].
+    /// As [`Engine::unregister`], and as [`EngineHandle::register`].
     pub fn unregister(&self, region: &Arc<Region>) -> Result<()> {
         self.ask(region, false)
     }
@@ -109,14 +118,19 @@ impl EngineHandle {
     pub fn ended(&self) -> bool {
         self.shared.ended.load(Ordering::Acquire)
     }
-    /// Ends the thread and waits for it. Connections close; what was open is not fenced by this,
-    /// but nothing lands any more once it returns.
+    /// Ends the thread and waits for it, however many do so at a time. Connections close; what was open is not fenced by this,
+    /// but nothing lands any more once it returns. From the callback it does not wait: the thread
+    /// ends right after.
     pub fn stop(&self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wake.signal();
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // From the callback, the thread cannot wait for itself; it ends right after.
-        if let Some(thread) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
+        // Before the lock, which somebody who waits for this thread may hold.
+        if std::thread::current().id() == self.thread_id {
+            return;
+        }
+        // Held over the join, so that a second stop waits as well.
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = thread.take() {
             // Its panics are caught inside.
             let _ = thread.join();
         }
@@ -124,13 +138,23 @@ impl EngineHandle {
 
     fn ask(&self, region: &Arc<Region>, add: bool) -> Result<()> {
         let (answer, answered) = sync_channel(1);
-        self.order(Order::Register { region: region.clone(), add, answer }).map_err(|(_, e)| e)?;
-        answered.recv_timeout(ASK_MAX).unwrap_or_else(|e| {
+        let settled = Arc::new(AtomicBool::new(false));
+        let order =
+            Order::Register { region: region.clone(), add, answer, settled: settled.clone() };
+        self.order(order).map_err(|(_, e)| e)?;
+        let mut result = answered.recv_timeout(ASK_MAX);
+        if matches!(result, Err(RecvTimeoutError::Timeout)) && settled.swap(true, Ordering::AcqRel)
+        {
+            // The engine was first, so its answer is there or about to be.
+            result = answered.recv().map_err(|_| RecvTimeoutError::Disconnected);
+        }
+        result.unwrap_or_else(|e| {
             Err(match e {
                 RecvTimeoutError::Disconnected => gone(),
                 RecvTimeoutError::Timeout => {
                     Error::new(ErrorKind::DeadlineExceeded, "the engine did not answer in time")
                         .with("limit_ms", ASK_MAX.as_millis())
+                        .hint("ask again; nothing was changed")
                 }
             })
         })
@@ -183,7 +207,9 @@ pub fn spawn(engine: Box<dyn Engine>, on_events: OnEvents) -> Result<EngineHandl
     let thread =
         std::thread::Builder::new().name(name).spawn(move || driver.run()).map_err(failed)?;
     let last = Arc::new(LastOne(shared.clone()));
-    Ok(EngineHandle { orders, shared, thread: Arc::new(Mutex::new(Some(thread))), _last: last })
+    let thread_id = thread.thread().id();
+    let thread = Arc::new(Mutex::new(Some(thread)));
+    Ok(EngineHandle { orders, shared, thread, thread_id, _last: last })
 }
 
 struct Driver {
@@ -202,7 +228,7 @@ impl Driver {
                 .map(ToString::to_string)
                 .or_else(|| panic.downcast_ref::<String>().cloned())
                 .unwrap_or_default();
-            metrics::counter!("kvlane_engine_panics", "engine" => name).increment(1);
+            metrics::counter!("kvlane_engine_panics_total", "engine" => name).increment(1);
             tracing::error!(engine = name, panic = text, "an engine's thread panicked");
             self.shared.ended.store(true, Ordering::Release);
             let e = Error::new(ErrorKind::Internal, "an engine's thread panicked")
@@ -257,16 +283,26 @@ impl Driver {
     fn carry_out(&mut self, order: Order) {
         match order {
             Order::Command(command) => self.engine.command(now(), command),
-            Order::Register { region, add, answer } => {
-                let result = if add {
-                    self.engine.register(&region)
-                } else {
-                    self.engine.unregister(&region)
-                };
-                // Whoever asked may have given up.
-                let _ = answer.try_send(result);
+            Order::Register { region, add, answer, settled } => {
+                // Whoever asked may have given up: before this began, or meanwhile. Then it counts
+                // as refused, and a refusal changes nothing.
+                if settled.load(Ordering::Acquire) {
+                    return;
+                }
+                let result = self.register(&region, add);
+                if !settled.swap(true, Ordering::AcqRel) {
+                    let _ = answer.try_send(result);
+                } else if result.is_ok()
+                    && let Err(e) = self.register(&region, !add)
+                {
+                    let e = e.with("region", &region);
+                    (self.on_events)(vec![EngineEvent::Trouble(e)]);
+                }
             }
         }
+    }
+    fn register(&mut self, region: &Arc<Region>, add: bool) -> Result<()> {
+        if add { self.engine.register(region) } else { self.engine.unregister(region) }
     }
 
     fn sleep(&mut self, polls: &mut PollSet, interests: &mut Vec<Interest>) -> Option<()> {

@@ -52,7 +52,11 @@ impl FenceProof {
     }
 }
 
-/// Proof that nothing this side posted for a grant can land, and that its source may change.
+/// Proof that the source of a grant may change: nothing more of it is read, and nothing is posted
+/// any more.
+///
+/// On one-sided paths it says more: nothing that was posted can land. Where the receiver copies,
+/// whole parts may still stand in a socket; the receiver's closed grant stops those.
 #[derive(Debug)]
 #[must_use = "source blocks stay pinned until their proof is used"]
 pub struct Quiesced {
@@ -72,6 +76,21 @@ impl Quiesced {
     pub fn grant(&self) -> GrantId {
         self.grant
     }
+}
+
+#[cfg(feature = "fault-injection")]
+static FENCES_OFF: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
+/// Makes every engine of this process answer fences with a proof that proves nothing: the grant
+/// stays open. With it a test must see late writes, or it could not have seen them without.
+#[cfg(feature = "fault-injection")]
+pub fn set_fences_off(off: bool) {
+    FENCES_OFF.store(off, std::sync::atomic::Ordering::SeqCst);
+}
+
+#[cfg(feature = "fault-injection")]
+pub(super) fn fences_off() -> bool {
+    FENCES_OFF.load(std::sync::atomic::Ordering::SeqCst)
 }
 
 #[cfg(test)]

@@ -7,7 +7,9 @@
 //!
 //! In: [`Command`]s from the worker's actor. Out: [`EngineEvent`]s. Invariants: no byte lands
 //! outside an open grant; a [`FenceProof`] exists only once nothing can land under its grant any
-//! more; a [`Quiesced`] only once nothing that this side posted can land and the source may change.
+//! more; a [`Quiesced`] only once the source may change and, on one-sided paths, nothing that this
+//! side posted can land. (Where the receiver copies, whole parts may still stand in a socket; the
+//! receiver's closed grant stops those.)
 
 pub mod driver;
 pub mod fence;
@@ -125,7 +127,7 @@ pub enum Command {
         /// The lane.
         lane: LaneId,
     },
-    /// Sender: stop a grant; [`EngineEvent::Quiesced`] when nothing posted can land any more.
+    /// Sender: stop a grant; [`EngineEvent::Quiesced`] when its source may change (see there).
     Quiesce {
         /// The link.
         link: LinkId,
@@ -219,7 +221,8 @@ pub enum EngineEvent {
         /// Why.
         why: Refusal,
     },
-    /// Sender: nothing that was posted for the grant can land, and its source may change.
+    /// Sender: the grant's source may change; on one-sided paths, nothing that was posted for it
+    /// can land either.
     Quiesced(Quiesced),
     /// Something that concerns no room: logged and counted.
     Trouble(Error),

@@ -11,5 +11,5 @@ mod region;
 mod registry;
 
 pub use lent::{Lent, Quarantine, Quarantined};
-pub use region::{Backing, Region};
+pub use region::Region;
 pub use registry::Registry;

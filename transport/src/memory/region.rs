@@ -7,15 +7,6 @@ use kvlane_proto::{Device, Error, ErrorKind, Result};
 
 use crate::sys::mem::{HostRange, Memory};
 
-/// Whose memory it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backing {
-    /// A shared memfd mapping of our own; a peer on this host can map it too.
-    Memfd,
-    /// The serving engine's own allocation.
-    Borrowed,
-}
-
 /// One range of memory of one device: an address and a length, never a slice.
 #[derive(Debug)]
 pub struct Region {
@@ -90,10 +81,6 @@ impl Region {
     pub fn numa_node(&self) -> Option<u32> {
         self.numa_node
     }
-    /// Whose memory it is.
-    pub fn backing(&self) -> Backing {
-        if self.memory.fd().is_some() { Backing::Memfd } else { Backing::Borrowed }
-    }
     /// Whether a range lies inside.
     pub fn contains(&self, device: Device, address: u64, bytes: u64) -> bool {
         device == self.device() && self.memory.contains(address, bytes)
@@ -118,7 +105,6 @@ fn numa_node() -> Option<u32> {
 }
 
 #[cfg(test)]
-#[allow(unsafe_code)] // To borrow ranges that are never touched.
 mod tests {
     use super::*;
 
@@ -130,10 +116,5 @@ mod tests {
         assert!(text.contains("device=gpu3") && text.contains("known=host"), "{text}");
         let e = Region::map(Device::Host, 1 << 62, false).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Memory);
-        for (address, bytes) in [(4096, 0), (u64::MAX - 5, 10), (0, 10)] {
-            // SAFETY: a refused range is not touched.
-            let range = unsafe { HostRange::borrow(address, bytes) };
-            assert_eq!(Region::borrowed(range).unwrap_err().kind(), ErrorKind::Memory);
-        }
     }
 }

@@ -27,6 +27,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::notice::{self, Desk, Notice};
 use super::session::{lost, reason_bytes};
 use super::{Security, Session, ca, code, greeting, tls, x509};
+use crate::random::fill_random;
 use crate::wire::{FrameReader, count_refusal, refuse, write_frame};
 
 /// Dialled sessions that wait for [`Endpoint::accept`].
@@ -98,8 +99,7 @@ impl EndpointConfig {
 pub fn load_reset_key(path: &Path) -> Result<[u8; 32]> {
     if !path.exists() {
         let mut key = [0; 32];
-        getrandom::fill(&mut key)
-            .map_err(|e| Error::new(ErrorKind::Io, "no random numbers").with("found", e))?;
+        fill_random(&mut key)?;
         ca::write_file(path, &key, 0o600)?;
         return Ok(key);
     }

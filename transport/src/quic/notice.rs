@@ -21,6 +21,7 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
+use crate::random::fill_random;
 use crate::wire::count_refusal;
 
 /// Written before an end on purpose.
@@ -74,8 +75,7 @@ impl Desk {
     /// A fresh token, and the notice of whoever claims it; `None` when too many are unclaimed.
     pub(crate) fn expect(&self) -> Result<Option<(Token, Notice)>> {
         let mut token = [0; 16];
-        getrandom::fill(&mut token)
-            .map_err(|e| Error::new(ErrorKind::Io, "no random numbers").with("found", e))?;
+        fill_random(&mut token)?;
         let now = Instant::now();
         let mut tokens = self.tokens.lock().unwrap_or_else(PoisonError::into_inner);
         tokens.retain(|_, pending| pending.due > now && !pending.claim.is_closed());

@@ -44,18 +44,23 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// A zeroed shared mapping of a new memfd, so that a peer on this host can be given it.
+    /// A zeroed shared mapping of a new memfd, so that a peer on this host can be given it. Its
+    /// length is sealed: whoever has the descriptor cannot shorten it, which would make every access
+    /// of ours to what is gone a SIGBUS.
     ///
     /// `populate` touches every page now: the first touch of 256 MiB costs 14 ms, which should not
     /// be charged to the first room. Without it the mapping is sparse.
     ///
     /// # Errors
-    /// What memfd_create, ftruncate or mmap said; a length of zero is EINVAL.
+    /// What memfd_create, ftruncate, fcntl or mmap said; a length of zero is EINVAL.
     pub fn memfd(bytes: u64, populate: bool) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
         // SAFETY: the name is a C string; the result is checked before it becomes an OwnedFd.
         let fd = unsafe {
-            let fd = libc::memfd_create(c"kvlane-pool".as_ptr(), libc::MFD_CLOEXEC);
+            let fd = libc::memfd_create(
+                c"kvlane-pool".as_ptr(),
+                libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING,
+            );
             if fd < 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -64,6 +69,11 @@ impl Memory {
         let size = i64::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
         // SAFETY: plain call on a descriptor we own.
         if unsafe { libc::ftruncate(fd.as_raw_fd(), size) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        // SAFETY: plain call on a descriptor we own.
+        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
             return Err(io::Error::last_os_error());
         }
         let flags = libc::MAP_SHARED | if populate { libc::MAP_POPULATE } else { 0 };
@@ -114,7 +124,8 @@ impl Memory {
     /// [`io::ErrorKind::InvalidInput`] if the range leaves the memory.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
         let from = self.at(offset, into.len() as u64)?;
-        load(from, into);
+        // SAFETY: `at` proved that `into.len()` bytes at `from` lie in this live memory.
+        unsafe { load(from, into) };
         Ok(())
     }
     /// Copies bytes in.
@@ -167,7 +178,9 @@ impl Memory {
     /// # Errors
     /// As [`Memory::read_at`].
     pub fn crc32c(&self, offset: u64, bytes: u64) -> io::Result<u32> {
-        Ok(crc_of(0, self.at(offset, bytes)?, bytes))
+        let from = self.at(offset, bytes)?;
+        // SAFETY: `at` proved that `bytes` bytes at `from` lie in this live memory.
+        Ok(unsafe { crc_of(0, from, bytes) })
     }
 }
 
@@ -181,14 +194,17 @@ impl Drop for Memory {
     }
 }
 
-/// Copies from an address that the caller has proved to lie in live memory.
-fn load(from: u64, into: &mut [u8]) {
+/// Copies from an address.
+///
+/// # Safety
+/// `into.len()` bytes at `from` lie in a live [`Memory`], so that no reference to them exists.
+unsafe fn load(from: u64, into: &mut [u8]) {
     let mut from = from as *const u8;
     let head = from.align_offset(8).min(into.len());
     let (head, rest) = into.split_at_mut(head);
     let mut words = rest.chunks_exact_mut(8);
-    // SAFETY: the callers checked that `into.len()` bytes at `from` lie in live memory; volatile
-    // loads by address need no reference; words are read at multiples of 8 only.
+    // SAFETY: the caller's promise; volatile loads by address need no reference; words are read at
+    // multiples of 8 only.
     unsafe {
         for byte in head {
             *byte = from.read_volatile();
@@ -205,12 +221,17 @@ fn load(from: u64, into: &mut [u8]) {
     }
 }
 
-fn crc_of(mut crc: u32, address: u64, bytes: u64) -> u32 {
+/// CRC32C of what lies at an address, going on from `crc`.
+///
+/// # Safety
+/// As [`load`], for `bytes` bytes at `address`.
+unsafe fn crc_of(mut crc: u32, address: u64, bytes: u64) -> u32 {
     let mut chunk = [0u8; 4096];
     let mut done = 0;
     while done < bytes {
         let n = (bytes - done).min(chunk.len() as u64);
-        load(address + done, &mut chunk[..n as usize]);
+        // SAFETY: the caller's promise; `done + n` is at most `bytes`.
+        unsafe { load(address + done, &mut chunk[..n as usize]) };
         crc = crc32c::crc32c_append(crc, &chunk[..n as usize]);
         done += n;
     }
@@ -297,7 +318,11 @@ impl Pages {
     }
     /// CRC32C of the next `bytes` bytes, going on from `crc` (0 to begin).
     pub fn crc32c(&self, crc: u32, bytes: u64) -> u32 {
-        self.window(bytes).fold(crc, |crc, piece| crc_of(crc, piece.address, piece.bytes))
+        self.window(bytes).fold(crc, |crc, piece| {
+            // SAFETY: every extent lies in memory that `self.memory` keeps alive (checked by
+            // `push`), and a window's pieces lie in their extents.
+            unsafe { crc_of(crc, piece.address, piece.bytes) }
+        })
     }
     /// One `readv` of at most `bytes` bytes straight into the pages and, when all of
     /// the rest fits, on into `then`. The cursor stays: see [`Pages::advance`]. Returns 0 at the
@@ -402,6 +427,31 @@ mod tests {
         assert!(m.fill(8192, 1, 0).is_err());
         assert!(m.fill(8192, 0, 0).is_ok());
         assert!(Memory::memfd(0, false).is_err());
+    }
+
+    #[test]
+    fn whoever_has_the_descriptor_cannot_change_the_length() {
+        let m = Memory::memfd(8192, true).unwrap();
+        let fd = m.fd().unwrap().as_raw_fd();
+        for bytes in [0, 4096, 1 << 20] {
+            // SAFETY: plain call on a live descriptor; it is refused, so the mapping keeps its pages.
+            let (n, e) = unsafe { (libc::ftruncate(fd, bytes), io::Error::last_os_error()) };
+            assert_eq!((n, e.kind()), (-1, io::ErrorKind::PermissionDenied), "{bytes}");
+        }
+        m.write_at(8191, &[7]).unwrap();
+        let mut byte = [0];
+        m.read_at(8191, &mut byte).unwrap();
+        assert_eq!(byte, [7]);
+    }
+
+    #[test]
+    fn ranges_that_cannot_be_memory_are_refused() {
+        for (address, bytes) in [(4096, 0), (u64::MAX - 5, 10), (0, 10)] {
+            // SAFETY: a refused range is not touched.
+            let range = unsafe { HostRange::borrow(address, bytes) };
+            let e = crate::memory::Region::borrowed(range).unwrap_err();
+            assert_eq!(e.kind(), kvlane_proto::ErrorKind::Memory, "{address} {bytes}");
+        }
     }
 
     #[test]

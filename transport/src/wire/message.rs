@@ -71,7 +71,16 @@ impl Message for PeerFrame {
     fn check(&self) -> Result<()> {
         match &self.msg {
             PeerMsg::Heartbeat | PeerMsg::Probe | PeerMsg::Ready => Ok(()),
-            PeerMsg::Describe(info) => info.check(),
+            PeerMsg::Describe(info) => {
+                info.check()?;
+                // Here and not in `LinkInfo::check`: the simulator's pages are smaller than this.
+                if info.part_bytes < limits::PART_BYTES_MIN {
+                    return Err(malformed("part_bytes", info.part_bytes)
+                        .with("limit", limits::PART_BYTES_MIN)
+                        .hint("configure larger parts on the decode side"));
+                }
+                Ok(())
+            }
             PeerMsg::Bye(why) => check_refusal(why),
             PeerMsg::Offer(offer) => check_offer(offer),
             PeerMsg::Renew { room, grant, lease_ms } => {
@@ -241,6 +250,9 @@ fn check_blocks(blocks: &BlockList) -> Result<()> {
         BlockList::Ids(ids) => count = ids.len() as u64,
         BlockList::Runs(runs) => {
             for run in runs {
+                if run.count == 0 {
+                    return Err(malformed("blocks", "an empty run"));
+                }
                 count += u64::from(run.count);
             }
         }
@@ -269,11 +281,19 @@ fn check_offer(offer: &Offer) -> Result<()> {
 fn check_serve(serve: &Serve) -> Result<()> {
     check_numbers(serve.room, Some(serve.grant))?;
     check_blocks(&serve.blocks)?;
-    for &(first, count) in &serve.parts {
+    // Ascending and apart, so that together they stand for no more parts than a room can have.
+    let mut from = 0;
+    for (index, &(first, count)) in serve.parts.iter().enumerate() {
         let end = u64::from(first) + u64::from(count);
-        if count == 0 || end > u64::from(limits::PARTS_PER_ROOM_MAX) {
-            return Err(malformed("parts", format!("{first} and {count} from there")));
+        if count == 0 || u64::from(first) < from || end > u64::from(limits::PARTS_PER_ROOM_MAX) {
+            return Err(malformed("parts", format!("{count} from {first} on"))
+                .with("index", index)
+                .with(
+                    "expected",
+                    format!("at least 1 from {from} on, up to {}", limits::PARTS_PER_ROOM_MAX),
+                ));
         }
+        from = end;
     }
     Ok(())
 }

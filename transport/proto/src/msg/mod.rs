@@ -83,11 +83,19 @@ impl Hello {
         if let Some(expected) = &self.expects {
             expected.check()?;
         }
-        if self.build.len() > limits::NAME_BYTES_MAX
-            || self.capabilities.len() > limits::LIST_MAX
-            || self.capabilities.iter().any(|c| c.len() > limits::NAME_BYTES_MAX)
-        {
-            return Err(Error::new(ErrorKind::LimitExceeded, "hello is too long"));
+        let longest = self.capabilities.iter().map(String::len).max().unwrap_or(0);
+        for (field, found, limit) in [
+            ("build", self.build.len(), limits::NAME_BYTES_MAX),
+            ("capabilities", self.capabilities.len(), limits::LIST_MAX),
+            ("capability", longest, limits::NAME_BYTES_MAX),
+        ] {
+            if found > limit {
+                return Err(Error::new(ErrorKind::LimitExceeded, format!("{field} is too long"))
+                    .with("field", field)
+                    .with("found", found)
+                    .with("limit", limit)
+                    .hint("send a hello within the limits of the protocol"));
+            }
         }
         Ok(())
     }
@@ -133,6 +141,7 @@ mod tests {
         hello.protocol = (3, 0);
         assert!(hello.choose_version().is_err());
         hello.capabilities = vec![String::new(); limits::LIST_MAX + 1];
-        assert!(hello.check().is_err());
+        let text = hello.check().unwrap_err().to_string();
+        assert!(text.contains("field=capabilities, found=65, limit=64"), "{text}");
     }
 }

@@ -83,8 +83,10 @@ pub enum PeerMsg {
         room: RoomId,
         /// Its grant, or [`GrantId::NONE`].
         grant: GrantId,
-        /// Nothing posted can land any more. False if a lane was lost with writes in flight: only
-        /// the decode can make sure of those.
+        /// On one-sided paths, nothing posted can land any more; false if a lane was lost with
+        /// writes in flight: only the decode can make sure of those. Where the receiver copies, it
+        /// says less (whole parts may still stand in a socket), and the decode does not rely on it:
+        /// its closed grant stops those.
         clean: bool,
         /// The sender knows how the room ended. False asks for it; true is the last word, which
         /// is never answered, so that two sides cannot go on answering each other.
@@ -221,21 +223,33 @@ impl LinkInfo {
     /// Naming the field.
     pub fn check(&self) -> Result<()> {
         self.layout.check()?;
-        let too_long = self.engines.len() > limits::LIST_MAX
-            || self.engines.iter().any(|e| {
-                e.name.len() > limits::NAME_BYTES_MAX || e.blob.len() > limits::BLOB_BYTES_MAX
-            });
-        if too_long {
-            return Err(Error::new(ErrorKind::LimitExceeded, "engine list is too long"));
+        let too_long = |field: &str, found: usize, limit: usize| {
+            Error::new(ErrorKind::LimitExceeded, format!("{field} is too long"))
+                .with("found", found)
+                .with("limit", limit)
+        };
+        if self.engines.len() > limits::LIST_MAX {
+            return Err(too_long("list of engines", self.engines.len(), limits::LIST_MAX));
+        }
+        for (index, engine) in self.engines.iter().enumerate() {
+            for (field, found, limit) in [
+                ("engine's name", engine.name.len(), limits::NAME_BYTES_MAX),
+                ("engine's blob", engine.blob.len(), limits::BLOB_BYTES_MAX),
+            ] {
+                if found > limit {
+                    return Err(too_long(field, found, limit).with("index", index));
+                }
+            }
         }
         if self.lanes == 0 || self.lanes > limits::LANES_PER_LINK_MAX {
             return Err(Error::new(ErrorKind::LimitExceeded, "number of lanes out of range")
                 .with("found", self.lanes)
                 .with("limit", limits::LANES_PER_LINK_MAX));
         }
-        if self.part_bytes == 0 || self.part_bytes > 1 << 30 {
-            return Err(Error::new(ErrorKind::LimitExceeded, "part size out of range")
-                .with("found", self.part_bytes));
+        if self.part_bytes == 0 || self.part_bytes > limits::PART_BYTES_MAX {
+            return Err(Error::new(ErrorKind::LimitExceeded, "part_bytes is out of range")
+                .with("found", self.part_bytes)
+                .with("limit", limits::PART_BYTES_MAX));
         }
         for map in self.engines.iter().filter_map(|e| e.map.as_ref()) {
             map.check(&self.layout)?;

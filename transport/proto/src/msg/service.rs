@@ -174,11 +174,7 @@ impl Registration {
         let mut out = self.layout.differences(&other.layout);
         if !self.engines.iter().any(|e| other.engines.contains(e)) {
             let list = |e: &[String]| if e.is_empty() { "none".into() } else { e.join(" ") };
-            out.push(Difference {
-                field: "engines".into(),
-                here: list(&self.engines),
-                there: list(&other.engines),
-            });
+            out.push(Difference::new("engines", list(&self.engines), list(&other.engines)));
         }
         out
     }
@@ -218,5 +214,44 @@ impl WorkerAddress {
                 .with("limit", limits::ADDRESS_BYTES_MAX));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::{Incarnation, Role};
+    use crate::layout::small_layout;
+
+    #[test]
+    fn differences_fit_an_answer_whatever_was_registered() {
+        let worker = |role, engines: Vec<String>| {
+            let identity = Identity::new("c", role, "w", 0).unwrap();
+            let key = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
+            let mut layout = small_layout();
+            layout.model = engines[0].repeat(limits::REFUSAL_TEXT_BYTES_MAX);
+            Registration {
+                worker: WorkerAddress { key, address: "h:1".into() },
+                layout,
+                pool_blocks: 1,
+                engines,
+                serving: String::new(),
+                build: String::new(),
+            }
+        };
+        // As many and as long as a registration may have, with characters that do not end at the
+        // limit.
+        let long = format!("{}x", "é".repeat(limits::NAME_BYTES_MAX / 2));
+        let p = worker(Role::Prefill, vec![long; limits::LIST_MAX]);
+        let d = worker(Role::Decode, vec!["tcp".into()]);
+        let found = d.differences(&p);
+        let fields: Vec<_> = found.iter().map(|f| f.field.as_str()).collect();
+        assert_eq!(fields, ["model", "engines"]);
+        assert_eq!(found[1].here, "tcp");
+        for f in &found {
+            assert!(f.there.len() <= limits::REFUSAL_TEXT_BYTES_MAX, "{}", f.there.len());
+            assert!(f.here.len() <= limits::REFUSAL_TEXT_BYTES_MAX, "{}", f.here.len());
+            assert!(f.there.starts_with('é') && f.there.ends_with('…'), "{}", f.there);
+        }
     }
 }

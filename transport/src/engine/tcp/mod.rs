@@ -30,13 +30,12 @@ use kvlane_proto::{
 use self::lane::{Io, Jitter, sort};
 use self::pen::Pens;
 pub use self::pen::RevokeHandle;
-#[cfg(feature = "fault-injection")]
-pub use self::pen::fence_off;
 use self::receiver::Inbound;
 use self::sender::{Outbound, Remote};
 use self::wire::{Blob, HELLO_BYTES, Hello, Token};
 use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
+use crate::random::{fill_random, random};
 use crate::sys::net;
 
 /// Connections that have not said who they are; the oldest makes way for the next.
@@ -180,14 +179,15 @@ impl TcpEngine {
             tokens: HashMap::new(),
             strangers: VecDeque::new(),
             quiescing: Vec::new(),
-            jitter: Jitter::new(u64::from_le_bytes(random()?)),
+            jitter: Jitter::new(random()),
             scrap: vec![0; SCRAP_BYTES],
             turns: 0,
             slept: true,
             outbox: Vec::new(),
         })
     }
-    /// Revokes without this engine's thread.
+    /// Revokes without this engine's thread. kvlane's own workers do not use it: they fence by
+    /// command. It is for an owner that has to get blocks back while the engine's thread is stuck.
     pub fn revoke_handle(&self) -> RevokeHandle {
         RevokeHandle(self.pens.clone())
     }
@@ -214,7 +214,8 @@ impl TcpEngine {
             );
         }
         let (side, blob) = if receiver {
-            let token: Token = random()?;
+            let mut token = Token::default();
+            fill_random(&mut token)?;
             self.tokens.insert(token, link);
             let side = Side::Receiver { token, lanes: (0..lanes).map(|_| None).collect() };
             (side, Blob { lanes, token, addresses: self.addresses.clone() })
@@ -403,7 +404,9 @@ impl TcpEngine {
         moved
     }
 
-    /// Ends quiesces: by nothing left, or past the deadline by destroying what holds them up.
+    /// Ends quiesces: by no part half-written, or past the deadline by destroying what holds them
+    /// up. Parts that are written in full may still stand in the socket: their source is not read
+    /// any more, and what becomes of them is the receiver's to say.
     fn quiesce(&mut self, now: Time, events: &mut Vec<EngineEvent>) -> bool {
         let before = self.quiescing.len();
         let Self { config, registry, links, jitter, quiescing, .. } = self;
@@ -454,14 +457,7 @@ fn no_link(link: LinkId) -> Error {
     Error::new(ErrorKind::NotFound, "the engine has no such link").with("link", link.0)
 }
 fn refused(why: &'static str) {
-    metrics::counter!("kvlane_tcp_refused_connections", "why" => why).increment(1);
-}
-fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    getrandom::fill(&mut bytes).map_err(|e| {
-        Error::new(ErrorKind::Io, "the system gives no random bytes").with("reason", e)
-    })?;
-    Ok(bytes)
+    metrics::counter!("kvlane_tcp_refused_connections_total", "why" => why).increment(1);
 }
 
 impl Engine for TcpEngine {

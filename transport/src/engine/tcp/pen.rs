@@ -3,38 +3,52 @@
 //! In: grants opened by the engine, revokes from any thread. Out: the target that a frame may land
 //! in, and [`FenceProof`]s. Invariants: bytes land only while the target's pen is held and open;
 //! a revoke returns only when no receive holds it and none can take it open again; a grant that was
-//! fenced is never opened.
+//! fenced is not opened afterwards, as long as it is among the last
+//! [`limits::TOMBSTONES_MAX`] that were (grant numbers are never used twice, so only an order that
+//! was overtaken by its fence could try); a part that has landed is final.
 
-use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
+use kvlane_proto::ended::Memory;
 use kvlane_proto::grants::Grants;
 use kvlane_proto::{Error, ErrorKind, GrantId, LaneId, LinkId, PartId, Plan, Result, limits};
 
 use crate::engine::{FenceHow, FenceProof, OpenGrant};
 use crate::memory::Region;
 
-#[cfg(feature = "fault-injection")]
-static FENCE_OFF: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
-
-/// From here on every fence of this process claims to be complete and does nothing, so that a test
-/// can show what fences are for.
-#[cfg(feature = "fault-injection")]
-pub fn fence_off() {
-    FENCE_OFF.store(true, std::sync::atomic::Ordering::Relaxed);
-}
-
 /// Where the parts of one grant go, while it is open.
 #[derive(Debug)]
 pub(super) struct Target {
     pub(super) plan: Arc<Plan>,
     open: RwLock<bool>,
+    /// A bit for each part that is in place.
+    landed: Box<[AtomicU64]>,
 }
 
 /// Permission to write one piece.
 pub(super) struct Held<'a>(#[allow(dead_code)] RwLockReadGuard<'a, bool>); // Held, never read.
 
 impl Target {
+    fn new(plan: Arc<Plan>) -> Self {
+        let words = plan.grid().parts().div_ceil(64);
+        let landed = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Self { plan, open: RwLock::new(true), landed }
+    }
+    /// The word and the bit of a part. Relaxed, because only the engine's thread uses them.
+    fn bit(&self, part: PartId) -> Option<(&AtomicU64, u64)> {
+        Some((self.landed.get(part.0 as usize / 64)?, 1 << (part.0 % 64)))
+    }
+    /// Whether every byte of the part is in place already.
+    pub(super) fn has(&self, part: PartId) -> bool {
+        self.bit(part).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0)
+    }
+    /// Every byte of the part is in place.
+    pub(super) fn landed(&self, part: PartId) {
+        if let Some((word, bit)) = self.bit(part) {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+    }
     /// Takes the pen for one receive; `None` after a revoke.
     pub(super) fn hold(&self) -> Option<Held<'_>> {
         let guard = self.open.read().unwrap_or_else(PoisonError::into_inner);
@@ -46,14 +60,16 @@ impl Target {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     grants: Grants<Arc<Target>>,
-    /// The numbers in `grants`.
-    open: HashSet<GrantId>,
-    fenced: HashSet<GrantId>,
-    /// The same, oldest first; bounds the set.
-    order: VecDeque<GrantId>,
+    fenced: Memory<GrantId, ()>,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self { grants: Grants::default(), fenced: Memory::new(limits::TOMBSTONES_MAX) }
+    }
 }
 
 /// The grants of one engine.
@@ -67,7 +83,7 @@ impl Pens {
     /// Opens a grant.
     pub(super) fn open(&self, grant: OpenGrant) -> Result<()> {
         let mut state = self.state();
-        if state.fenced.contains(&grant.grant) {
+        if state.fenced.get(&grant.grant).is_some() {
             return Err(Error::new(ErrorKind::Internal, "a grant was opened after its fence")
                 .with("grant", grant.grant));
         }
@@ -77,10 +93,8 @@ impl Pens {
                 .with("limit", limits::ROOMS_MAX));
         }
         let parts = grant.plan.grid().parts();
-        let target = Arc::new(Target { plan: grant.plan, open: RwLock::new(true) });
-        state.grants.open(grant.grant, grant.link, &grant.lanes, parts, target)?;
-        state.open.insert(grant.grant);
-        Ok(())
+        let target = Arc::new(Target::new(grant.plan));
+        state.grants.open(grant.grant, grant.link, &grant.lanes, parts, target)
     }
     /// Where a frame may land.
     pub(super) fn admit(
@@ -95,27 +109,18 @@ impl Pens {
     /// Makes sure that nothing lands under a grant any more.
     pub(super) fn fence(&self, grant: GrantId, how: FenceHow) -> FenceProof {
         #[cfg(feature = "fault-injection")]
-        if FENCE_OFF.load(std::sync::atomic::Ordering::Relaxed) {
+        if crate::engine::fence::fences_off() {
             return FenceProof::new(grant, how);
         }
         let target = {
             let mut state = self.state();
-            if state.fenced.insert(grant) {
-                state.order.push_back(grant);
-                if state.order.len() > limits::TOMBSTONES_MAX
-                    && let Some(oldest) = state.order.pop_front()
-                {
-                    state.fenced.remove(&oldest);
-                }
-            }
+            state.fenced.insert(grant, ());
             state.grants.get(grant).cloned()
         };
         if let Some(target) = target {
             target.revoke();
             // Only now: a second fence that came meanwhile had to find the target and wait as well.
-            let mut state = self.state();
-            state.grants.close(grant);
-            state.open.remove(&grant);
+            self.state().grants.close(grant);
         }
         FenceProof::new(grant, how)
     }
@@ -130,7 +135,7 @@ impl Pens {
                 pages.iter().any(|page| region.contains(device, page.address, page.bytes.into()))
             })
         };
-        state.open.iter().copied().find(|&g| state.grants.get(g).is_some_and(uses))
+        state.grants.iter().find(|(_, target)| uses(target)).map(|(grant, _)| grant)
     }
 }
 

@@ -3,7 +3,9 @@
 //! In: bytes of one authenticated connection. Out: [`EngineEvent::Arrived`] and
 //! [`EngineEvent::Scrapped`], one ack a frame, in order. Invariants: bytes land only while the
 //! grant's pen is held; the frame of a grant that is not open, or is revoked half-way, is read to
-//! its end without landing, so that the lane lives on.
+//! its end without landing, so that the lane lives on; so is the rest of a part that has landed
+//! already, which is acknowledged again but is not news (a page is final when it is sent, so a repeat
+//! has nothing to add, and a peer that repeats one for ever costs a counter).
 
 use std::io::Read;
 use std::net::TcpStream;
@@ -39,8 +41,8 @@ struct Frame {
 enum Fate {
     /// They land in `Inbound::pages`.
     Land { target: Arc<Target>, crc: u32 },
-    /// They are thrown away.
-    Scrap { left: u64, status: Status, why: Refusal },
+    /// They are thrown away; why, unless the part has landed already.
+    Scrap { left: u64, status: Status, why: Option<Refusal> },
 }
 
 /// One lane, connected and authenticated.
@@ -153,6 +155,12 @@ impl Inbound {
             self.refuse(turn, header, left, Status::NoGrant, why);
             return Ok(true);
         };
+        if target.has(header.part) {
+            // Over another lane, while this copy came in.
+            drop(held);
+            self.repeated(turn, header, left);
+            return Ok(true);
+        }
         // The next header often stands right behind; then it comes with the same call.
         let got = self.pages.read_from(self.stream.as_fd(), CALL_BYTES, &mut self.header);
         let n = match sort(got.map(|n| n as usize))? {
@@ -177,10 +185,8 @@ impl Inbound {
                 .with("found", format!("{crc:#010x}"));
             self.refuse(turn, header, 0, Status::Corrupt, why);
         } else {
-            metrics::counter!("kvlane_tcp_received_bytes").increment(header.bytes.into());
-            let (grant, part) = (header.grant, header.part);
-            turn.events.push(EngineEvent::Arrived { grant, part, lane: self.lane });
-            self.ack(Status::Landed, grant, part);
+            metrics::counter!("kvlane_tcp_received_bytes_total").increment(header.bytes.into());
+            self.arrived(turn, &header, &target);
         }
         self.begin_if_whole(turn)?;
         Ok(true)
@@ -200,14 +206,11 @@ impl Inbound {
         };
         let bytes = u64::from(header.bytes);
         match self.admit(turn, &header) {
+            Ok(target) if target.has(header.part) => self.repeated(turn, header, bytes),
             Ok(target) if bytes > 0 => {
                 self.frame = Some(Frame { header, fate: Fate::Land { target, crc: 0 } });
             }
-            Ok(_) => {
-                let (grant, part) = (header.grant, header.part);
-                turn.events.push(EngineEvent::Arrived { grant, part, lane: self.lane });
-                self.ack(Status::Landed, grant, part);
-            }
+            Ok(target) => self.arrived(turn, &header, &target),
             Err((status, why)) => {
                 self.pages.clear();
                 self.refuse(turn, header, bytes, status, why);
@@ -236,6 +239,20 @@ impl Inbound {
         Ok(target)
     }
 
+    /// Every byte of a part is in place, for the first time.
+    fn arrived(&mut self, turn: &mut Turn<'_>, header: &Header, target: &Target) {
+        let (grant, part) = (header.grant, header.part);
+        target.landed(part);
+        turn.events.push(EngineEvent::Arrived { grant, part, lane: self.lane });
+        self.ack(Status::Landed, grant, part);
+    }
+
+    /// The part has landed already, so that the frame is scrap; `left` bytes are still to come.
+    fn repeated(&mut self, turn: &mut Turn<'_>, header: Header, left: u64) {
+        self.pages.clear();
+        self.scrap(turn, header, left, Status::Landed, None);
+    }
+
     /// From here on the frame is scrap; `left` bytes of it are still to come.
     fn refuse(
         &mut self,
@@ -246,7 +263,7 @@ impl Inbound {
         why: Error,
     ) {
         self.pages.clear();
-        self.scrap(turn, header, left, status, why.to_refusal());
+        self.scrap(turn, header, left, status, Some(why.to_refusal()));
     }
 
     /// Goes on with a frame that is scrap, or ends it.
@@ -256,16 +273,19 @@ impl Inbound {
         header: Header,
         left: u64,
         status: Status,
-        why: Refusal,
+        why: Option<Refusal>,
     ) {
         if left > 0 {
             self.frame = Some(Frame { header, fate: Fate::Scrap { left, status, why } });
             return;
         }
         let bytes = u64::from(header.bytes);
-        metrics::counter!("kvlane_tcp_scrapped_frames", "why" => why.kind.code()).increment(1);
-        metrics::counter!("kvlane_tcp_scrapped_bytes").increment(bytes);
-        turn.events.push(EngineEvent::Scrapped { link: self.link, bytes, why });
+        let label = why.as_ref().map_or("repeat", |why| why.kind.code());
+        metrics::counter!("kvlane_scrapped_frames_total", "why" => label).increment(1);
+        metrics::counter!("kvlane_scrapped_bytes_total").increment(bytes);
+        if let Some(why) = why {
+            turn.events.push(EngineEvent::Scrapped { link: self.link, bytes, why });
+        }
         self.ack(status, header.grant, header.part);
     }
 

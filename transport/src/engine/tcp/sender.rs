@@ -170,7 +170,7 @@ impl Outbound {
         self.have = 0;
         // Once an outage is enough.
         if self.attempt == 1 {
-            metrics::counter!("kvlane_tcp_lanes_down").increment(1);
+            metrics::counter!("kvlane_tcp_lanes_down_total").increment(1);
             turn.events.push(EngineEvent::LaneDown { link: self.link, lane: self.lane, why });
         }
     }
@@ -269,7 +269,7 @@ impl Outbound {
                 if let Phase::Greeting { stream, .. } = phase {
                     self.phase = Phase::Up { stream };
                 }
-                metrics::counter!("kvlane_tcp_lanes_up").increment(1);
+                metrics::counter!("kvlane_tcp_lanes_up_total").increment(1);
                 turn.events.push(EngineEvent::LaneUp { link: self.link, lane: self.lane });
                 Ok(true)
             }
@@ -323,7 +323,7 @@ impl Outbound {
             turn.events.push(match ack.status.refusal() {
                 None => EngineEvent::Acked { link, grant, part, lane },
                 Some((kind, text)) => {
-                    metrics::counter!("kvlane_tcp_nacks", "why" => kind.code()).increment(1);
+                    metrics::counter!("kvlane_tcp_nacks_total", "why" => kind.code()).increment(1);
                     let why = Error::new(kind, text)
                         .with("grant", grant)
                         .with("part", part.0)
@@ -379,7 +379,7 @@ impl Outbound {
         match ready {
             Ok(bytes) => {
                 let crc32c = turn.config.checksum.then(|| self.pages.crc32c(0, self.pages.left()));
-                metrics::counter!("kvlane_tcp_sent_bytes").increment(bytes.into());
+                metrics::counter!("kvlane_tcp_sent_bytes_total").increment(bytes.into());
                 let header = Header { grant: post.grant, part: post.part, bytes, crc32c }.encode();
                 Some(Current { grant: post.grant, part: post.part, header, head: 0, begun: false })
             }

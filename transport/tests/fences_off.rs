@@ -1,0 +1,60 @@
+//! A late write after a fence: kept out, and seen by this test if it is not. The second half needs
+//! the feature `fault-injection`, which has the switch that turns fences off.
+#![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)] // Tests fail by panicking.
+
+mod engine_conformance;
+
+use engine_conformance::{CANARY, PATIENCE, Pair, Pool, addresses, layout};
+
+use kvlane_proto::GrantId;
+use kvlane_proto::layout::KvKind;
+use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
+use kvlane_transport::engine::{Command, EngineEvent, FenceHow};
+
+/// Bytes that land after the proof of a fence, with a sender that was half-way through a part.
+fn late_bytes(how: FenceHow) -> usize {
+    let l = layout(1 << 20, 1, KvKind::Mla);
+    let (src, dst) = (Pool::new(&l, 16), Pool::new(&l, 16));
+    src.fill(1);
+    dst.fill(CANARY);
+    let engine = || Box::new(TcpEngine::new(TcpConfig::default()).unwrap());
+    let mut p = Pair::new((engine(), engine()));
+    p.tx.register(&src.region).unwrap();
+    p.rx.register(&dst.region).unwrap();
+    p.connect(1);
+    let ids: Vec<u32> = (0..16).collect();
+    let (from, to) = (src.plan(&ids, 16 << 20), dst.plan(&ids, 16 << 20));
+    p.open(7, 1, &to);
+    p.post(7, 0, 0, &from);
+    let first = addresses(&to)[0];
+    p.until("first bytes", |_| dst.read(first, 1) == [1]);
+    p.tell_rx(Command::Fence { grant: GrantId(7), how });
+    let started = std::time::Instant::now();
+    while !p.from_rx.iter().any(|e| matches!(e, EngineEvent::Fenced(_))) {
+        // The proof comes with the events of commands, so at most one turn of the lane goes first.
+        p.poll_rx();
+        assert!(started.elapsed() < PATIENCE);
+    }
+    // As if the blocks had been given back and were in use again.
+    dst.fill(CANARY);
+    p.until("answer", |p| p.acked() + p.nacked().len() > 0);
+    p.settle();
+    dst.touched()
+}
+
+/// One test, because the switch is the process's.
+#[test]
+fn a_late_write_lands_only_with_fences_off() {
+    for how in [FenceHow::Close, FenceHow::Revoke] {
+        assert_eq!(late_bytes(how), 0, "a byte landed after the proof");
+        #[cfg(feature = "fault-injection")]
+        {
+            use kvlane_transport::engine::fence::set_fences_off;
+            set_fences_off(true);
+            let late = late_bytes(how);
+            set_fences_off(false);
+            assert!(late > 0, "the test cannot see late writes");
+        }
+    }
+    assert_eq!(late_bytes(FenceHow::Close), 0, "fences are on again");
+}
