@@ -8,8 +8,7 @@ use tokio::sync::watch;
 
 use super::Model;
 use super::blocks::offset;
-use super::legs::{LegReply, LegRequest};
-use super::server::abort_when_gone;
+use super::legs::{LegReply, LegRequest, abort_when_gone};
 use crate::load::content::Contents;
 
 pub(super) async fn run(

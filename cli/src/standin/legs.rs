@@ -8,6 +8,7 @@ use kvlane_proto::{Error, ErrorKind, Outcome, Refusal, Result};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 
 /// Longest line.
 pub(crate) const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -103,4 +104,29 @@ pub(crate) async fn send(serving: &str, leg: &LegRequest, wait: Duration) -> Res
     tokio::time::timeout(wait, asked)
         .await
         .unwrap_or_else(|_| Err(failed("the model server did not answer in time")))
+}
+
+/// Does `work` to its end; if the client hangs up meanwhile, aborts beside it.
+pub(super) async fn abort_when_gone<T>(
+    work: impl Future<Output = T>,
+    mut gone: watch::Receiver<bool>,
+    abort: impl Future<Output = Result<()>>,
+) -> T {
+    let hung_up = async {
+        // The sender lives as long as this leg.
+        if gone.wait_for(|gone| *gone).await.is_ok()
+            && let Err(e) = abort.await
+        {
+            tracing::warn!(error = %e, "a leg whose client hung up cannot be aborted");
+        }
+    };
+    tokio::pin!(work, hung_up);
+    let mut told = false;
+    loop {
+        tokio::select! {
+            biased;
+            end = &mut work => return end,
+            () = &mut hung_up, if !told => told = true,
+        }
+    }
 }

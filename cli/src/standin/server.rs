@@ -160,28 +160,3 @@ async fn handle(
     }
     reply
 }
-
-/// Does `work` to its end; if the client hangs up meanwhile, aborts beside it.
-pub(super) async fn abort_when_gone<T>(
-    work: impl Future<Output = T>,
-    mut gone: watch::Receiver<bool>,
-    abort: impl Future<Output = Result<()>>,
-) -> T {
-    let hung_up = async {
-        // The sender lives as long as this leg.
-        if gone.wait_for(|gone| *gone).await.is_ok()
-            && let Err(e) = abort.await
-        {
-            tracing::warn!(error = %e, "a leg whose client hung up cannot be aborted");
-        }
-    };
-    tokio::pin!(work, hung_up);
-    let mut told = false;
-    loop {
-        tokio::select! {
-            biased;
-            end = &mut work => return end,
-            () = &mut hung_up, if !told => told = true,
-        }
-    }
-}

@@ -57,3 +57,20 @@ mod tests {
         }
     }
 }
+
+/// When to repeat a message.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backoff {
+    pub(crate) at: Time,
+    wait_ms: u64,
+}
+
+impl Backoff {
+    pub(crate) fn new(now: Time, first_ms: u64) -> Self {
+        Self { at: now.plus_ms(first_ms), wait_ms: first_ms }
+    }
+    pub(crate) fn again(&mut self, now: Time) {
+        self.wait_ms = (self.wait_ms * 2).min(crate::limits::RESEND_MAX_MS);
+        self.at = now.plus_ms(self.wait_ms);
+    }
+}

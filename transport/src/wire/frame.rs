@@ -17,12 +17,8 @@ use kvlane_proto::{Error, ErrorKind, Result};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout_at};
 
-use super::{Message, message, refuse};
+use super::{HEADER_BYTES, MAGIC, Message, message, refuse};
 
-/// First byte of every frame.
-pub const MAGIC: u8 = 0xB1;
-/// Bytes before the body.
-pub const HEADER_BYTES: usize = 6;
 /// How long one frame may take from its first byte to its last.
 pub const FRAME_MS: u64 = 5_000;
 

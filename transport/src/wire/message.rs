@@ -12,8 +12,7 @@ use kvlane_proto::{BlockList, Error, ErrorKind, GrantId, LaneId, Refusal, Result
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::frame::{HEADER_BYTES, MAGIC};
-use super::{codec, count_refusal};
+use super::{HEADER_BYTES, MAGIC, codec, count_refusal};
 
 /// Longest duration that a message may carry: a week. Leases and deadlines are added to clocks and
 /// scaled for drift; this keeps all of that far from overflow.

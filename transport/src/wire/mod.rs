@@ -11,12 +11,16 @@ pub mod codec;
 pub mod frame;
 pub mod message;
 
-pub use codec::{decode, encode};
-pub use frame::{FrameReader, HEADER_BYTES, read_frame, write_frame};
-pub use message::{Message, open, seal};
-
 use kvlane_proto::{Error, ErrorKind};
 
+pub use codec::{decode, encode};
+pub use frame::{FrameReader, read_frame, write_frame};
+pub use message::{Message, open, seal};
+
+/// First byte of every frame.
+pub const MAGIC: u8 = 0xB1;
+/// Bytes before a frame's body.
+pub const HEADER_BYTES: usize = 6;
 /// Counts a refusal and makes the error that says so. `reason` is the metric's label: one of a
 /// fixed set of words, never text from a peer.
 pub(crate) fn refuse(reason: &'static str, kind: ErrorKind, message: &str) -> Error {

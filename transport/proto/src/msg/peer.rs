@@ -4,6 +4,8 @@
 //! Every message may be lost, repeated or overtaken: each is idempotent, names room and grant, and
 //! is sent again until its answer has come.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::blocks::BlockList;
@@ -135,6 +137,16 @@ impl Outcome {
         match self {
             Self::Done { .. } => None,
             Self::Failed { why, .. } | Self::Unknown { why } => Some(why),
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Done { bytes } => write!(f, "done, {bytes} bytes"),
+            Self::Failed { why, .. } => write!(f, "failed, {why}"),
+            Self::Unknown { why } => write!(f, "unknown, {why}"),
         }
     }
 }

@@ -1,22 +1,9 @@
-//! The decode side of every room of one worker.
-//!
-//! Owns: rooms, their blocks while lent, their grants, the lanes of each link (the scarce thing),
-//! the queue for them, and what has ended. In: calls of routers, blocks lent by the serving engine,
-//! messages of prefill workers, events of the transfer engine, time. Out: [`Output`].
-//!
-//! Invariants:
-//! 1. A grant is opened at the engine before it is offered, and never offered after its end.
-//! 2. `Ended` carries the engine's proof `F`, or says that the blocks are withheld. There is no way
-//!    to write it without one: the proof is made by engines only.
-//! 3. A room ends once. After `Over` its outcome never changes; whatever comes later is answered
-//!    with it.
-//! 4. Done means: every part of the set arrived, then the fence completed. Parts are a set.
-//! 5. Lanes are lent whole-room, first come first served per peer, and come back after the fence.
-//! 6. A refused request leaves nothing behind.
+//! The machine itself; see [`super`] for what it promises and for what goes in and out.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
+use super::{CallId, DecodeConfig, Event, Lend, Output};
 use crate::blocks::BlockList;
 use crate::ended::{Ended, Memory};
 use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
@@ -24,272 +11,17 @@ use crate::grants::FenceHow;
 use crate::ids::{
     GrantId, IdempotencyKey, Identity, LaneId, LinkId, PartId, Role, RoomId, WorkerKey,
 };
-use crate::layout::{Layout, PoolMap};
 use crate::limits;
 use crate::msg::call::{Call, Reply, Reserve};
 use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg, Serve};
 use crate::msg::service::{Load, WorkerAddress};
 use crate::mutant::Mutant;
 use crate::plan::{Grid, Plan, Span};
-use crate::time::{Time, grantor_ms};
+use crate::time::{Backoff, Time, grantor_ms};
 
-/// What may be configured. [`DecodeConfig::new`] takes the table in [`limits`].
-#[derive(Clone, Debug)]
-pub struct DecodeConfig {
-    /// Geometry of the pool.
-    pub layout: Layout,
-    /// Where its pages are.
-    pub map: Arc<PoolMap>,
-    /// Grant numbers start behind this; take it at random at each start of the worker.
-    pub grant_base: u64,
-    /// Lanes that a room borrows.
-    pub lanes_per_room: u16,
-    /// Aim for the size of a part.
-    pub part_bytes: u64,
-    /// Lease of a grant.
-    pub grant_lease_ms: u64,
-    /// Longest life of a room.
-    pub room_deadline_ms: u64,
-    /// How long a charged reservation waits for its leg.
-    pub unclaimed_ms: u64,
-    /// How long a quiesce may take before this side revokes.
-    pub quiesce_ms: u64,
-    /// How long a fence may take before its blocks are quarantined.
-    pub fence_ms: u64,
-    /// First wait before a message is repeated.
-    pub resend_ms: u64,
-    /// Most rooms at a time.
-    pub rooms_max: usize,
-    /// Most rooms that wait for lanes.
-    pub queue_max: usize,
-    /// Which defect to show to the simulator.
-    #[cfg(feature = "mutants")]
-    pub mutant: Mutant,
-}
-
-impl DecodeConfig {
-    /// The defaults.
-    pub fn new(layout: Layout, map: Arc<PoolMap>, grant_base: u64) -> Self {
-        Self {
-            layout,
-            map,
-            grant_base: grant_base >> 1,
-            lanes_per_room: limits::LANES_PER_ROOM,
-            part_bytes: limits::PART_BYTES,
-            grant_lease_ms: limits::GRANT_LEASE_MS,
-            room_deadline_ms: limits::ROOM_DEADLINE_MS,
-            unclaimed_ms: limits::UNCLAIMED_MS,
-            quiesce_ms: limits::QUIESCE_MS,
-            fence_ms: limits::FENCE_MS,
-            resend_ms: limits::RESEND_MS,
-            rooms_max: limits::ROOMS_MAX,
-            queue_max: limits::QUEUE_MAX,
-            #[cfg(feature = "mutants")]
-            mutant: Mutant::None,
-        }
-    }
-}
-
-/// Names one call that waits for its answer; chosen by the driver, unique while it waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct CallId(pub u64);
-
-/// Blocks that the serving engine lends to a room.
-#[derive(Clone, Debug)]
-pub struct Lend {
-    /// The room; reserved before, or not.
-    pub room: RoomId,
-    /// What of the prompt is wanted.
-    pub span: Span,
-    /// One block for each block of the span.
-    pub blocks: BlockList,
-    /// The prefill worker; needed where nothing was reserved.
-    pub prefill: Option<WorkerAddress>,
-    /// The room ends by then, counted from now; the room's own deadline counts if it is sooner.
-    pub deadline_ms: u64,
-}
-
-/// What happens to a decode worker. `F` is the engine's fence proof.
-#[derive(Debug)]
-pub enum Event<F> {
-    /// A router or admin asks something.
-    Call {
-        /// Names the call.
-        call: CallId,
-        /// Who, as proved by its certificate.
-        from: Identity,
-        /// What.
-        body: Call,
-    },
-    /// Nobody waits for the answer any more.
-    CallGone(CallId),
-    /// The serving engine lends blocks.
-    Lend(Lend),
-    /// The serving engine does not want the room any more.
-    AbortLocal {
-        /// The room.
-        room: RoomId,
-        /// Why.
-        why: String,
-    },
-    /// A link is ready for rooms.
-    LinkUp {
-        /// The link.
-        link: LinkId,
-        /// Who is at its other end.
-        peer: WorkerKey,
-        /// Who moves the bytes.
-        path: DataPath,
-        /// Lanes in its pool, numbered from 0, all up.
-        lanes: u16,
-    },
-    /// A link that was asked for cannot be had.
-    LinkFailed {
-        /// To whom.
-        peer: Identity,
-        /// Why.
-        why: Refusal,
-    },
-    /// A link is lost for good.
-    LinkDown {
-        /// The link.
-        link: LinkId,
-        /// Why.
-        why: Refusal,
-    },
-    /// A prefill worker says something.
-    Peer {
-        /// The link.
-        link: LinkId,
-        /// What.
-        msg: PeerMsg,
-    },
-    /// The engine: every byte of a part is in place.
-    Arrived {
-        /// The grant.
-        grant: GrantId,
-        /// The part.
-        part: PartId,
-    },
-    /// The engine: the sender changed pages under a copy.
-    PullStale {
-        /// The grant.
-        grant: GrantId,
-    },
-    /// The engine: a lane works again.
-    LaneUp {
-        /// The link.
-        link: LinkId,
-        /// The lane.
-        lane: LaneId,
-    },
-    /// The engine: a lane does not work.
-    LaneDown {
-        /// The link.
-        link: LinkId,
-        /// The lane.
-        lane: LaneId,
-    },
-    /// The engine: nothing can land under the grant any more.
-    Fenced {
-        /// The grant.
-        grant: GrantId,
-        /// The proof.
-        proof: F,
-    },
-    /// The engine: the fence cannot complete.
-    FenceFailed {
-        /// The grant.
-        grant: GrantId,
-        /// Why.
-        why: Refusal,
-    },
-    /// No new rooms from here on.
-    Drain,
-}
-
-/// What is to be done, in this order.
-#[derive(Debug)]
-pub enum Output<F> {
-    /// Make a link to this worker and answer `LinkUp` or `LinkFailed`.
-    Connect(WorkerAddress),
-    /// Send on a link.
-    Send {
-        /// The link.
-        link: LinkId,
-        /// What.
-        msg: PeerMsg,
-    },
-    /// Answer a call.
-    Reply {
-        /// The call.
-        call: CallId,
-        /// The answer.
-        reply: Result<Reply, Refusal>,
-    },
-    /// The lent blocks are accepted under this grant; from now on only a proof brings them back.
-    Lent {
-        /// The room.
-        room: RoomId,
-        /// Its grant.
-        grant: GrantId,
-    },
-    /// The lent blocks are not accepted; nothing was done with them.
-    LendRefused {
-        /// The room.
-        room: RoomId,
-        /// Why.
-        why: Error,
-    },
-    /// The engine may let parts land.
-    Open {
-        /// The link that may fill it.
-        link: LinkId,
-        /// The grant.
-        grant: GrantId,
-        /// Its lanes.
-        lanes: Vec<LaneId>,
-        /// Where each part goes.
-        plan: Arc<Plan>,
-    },
-    /// The engine reads parts.
-    Pull {
-        /// The link.
-        link: LinkId,
-        /// The permission.
-        serve: Arc<Serve>,
-        /// The parts that are not here yet.
-        parts: Vec<PartId>,
-    },
-    /// The engine makes sure that nothing lands any more.
-    Fence {
-        /// The grant.
-        grant: GrantId,
-        /// How.
-        how: FenceHow,
-    },
-    /// The room has ended. Blocks go back with the proof; without one they were never lent, or
-    /// (`withheld`) stay in quarantine.
-    Ended {
-        /// The room.
-        room: RoomId,
-        /// Its grant, or none.
-        grant: GrantId,
-        /// How it ended.
-        outcome: Outcome,
-        /// The proof.
-        proof: Option<F>,
-        /// The fence did not complete.
-        withheld: bool,
-    },
-    /// The fence of a quarantined grant completed after all: its blocks may go back.
-    LateProof {
-        /// The grant.
-        grant: GrantId,
-        /// The proof.
-        proof: F,
-    },
-}
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;
 
 /// Blocks in a room's hands.
 #[derive(Debug)]
@@ -353,23 +85,6 @@ struct Granted {
     renewed: Time,
     progress_since_renewal: bool,
     lease_until: Time,
-}
-
-/// When to repeat a message.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Backoff {
-    pub(crate) at: Time,
-    wait_ms: u64,
-}
-
-impl Backoff {
-    pub(crate) fn new(now: Time, first_ms: u64) -> Self {
-        Self { at: now.plus_ms(first_ms), wait_ms: first_ms }
-    }
-    pub(crate) fn again(&mut self, now: Time) {
-        self.wait_ms = (self.wait_ms * 2).min(limits::RESEND_MAX_MS);
-        self.at = now.plus_ms(self.wait_ms);
-    }
 }
 
 #[derive(Debug)]
@@ -747,7 +462,7 @@ impl<F> Decode<F> {
         };
         Error::new(ErrorKind::RoomEnded, "the room has ended")
             .with("room", room)
-            .with("outcome", outcome.map_or("forgotten".into(), describe))
+            .with("outcome", outcome.map_or("forgotten".into(), ToString::to_string))
     }
 
     fn abort(&mut self, now: Time, from: &Identity, room: RoomId, reason: &str) -> Result<Reply> {
@@ -1649,136 +1364,5 @@ impl Room {
     }
     fn link_known(&self, peers: &BTreeMap<Identity, Peer>) -> bool {
         peers.get(&self.prefill.key.identity).is_some_and(|p| p.link.is_some())
-    }
-}
-
-pub(crate) fn describe(outcome: &Outcome) -> String {
-    match outcome {
-        Outcome::Done { bytes } => format!("done, {bytes} bytes"),
-        Outcome::Failed { why, .. } => format!("failed, {why}"),
-        Outcome::Unknown { why } => format!("unknown, {why}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ids::Incarnation;
-    use crate::layout::{Device, small_layout};
-
-    const LINK: LinkId = LinkId(1);
-    const ROOM: RoomId = RoomId(7);
-
-    fn at(ms: u64) -> Time {
-        Time(0).plus_ms(ms)
-    }
-    fn prefill() -> WorkerAddress {
-        let identity = Identity::new("c", Role::Prefill, "p", 0).unwrap();
-        let key = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
-        WorkerAddress { key, address: "p:1".into() }
-    }
-    /// A worker whose proofs are grant numbers, with one link of one lane.
-    fn worker(path: DataPath) -> Decode<GrantId> {
-        let layout = small_layout();
-        let map = Arc::new(PoolMap::contiguous(Device::Host, 0, &layout, 16));
-        let mut m = Decode::new(DecodeConfig::new(layout, map, 100));
-        let peer = prefill().key;
-        m.handle_event(at(0), Event::LinkUp { link: LINK, peer, path, lanes: 1 });
-        m
-    }
-    fn lend(m: &mut Decode<GrantId>, room: RoomId, span: Span, ids: &[u32]) {
-        let blocks = BlockList::from_ids(ids);
-        let prefill = Some(prefill());
-        m.handle_event(
-            at(0),
-            Event::Lend(Lend { room, span, blocks, prefill, deadline_ms: 60_000 }),
-        );
-    }
-    fn outputs(m: &mut Decode<GrantId>) -> Vec<Output<GrantId>> {
-        std::iter::from_fn(|| m.poll_output()).collect()
-    }
-    fn grant_of(out: &[Output<GrantId>]) -> GrantId {
-        out.iter()
-            .find_map(|o| match o {
-                Output::Lent { grant, .. } => Some(*grant),
-                _ => None,
-            })
-            .unwrap()
-    }
-    fn quiesced(grant: GrantId, heard: bool) -> Event<GrantId> {
-        let msg = PeerMsg::Quiesced { room: ROOM, grant, clean: true, heard };
-        Event::Peer { link: LINK, msg }
-    }
-    const FOUR: Span = Span { tokens: 4, prefix_tokens: 0 };
-
-    #[test]
-    fn a_question_is_answered_and_the_last_word_is_not() {
-        let mut m = worker(DataPath::ReceiverCopies);
-        lend(&mut m, ROOM, FOUR, &[3]);
-        let grant = grant_of(&outputs(&mut m));
-        m.handle_event(at(1), Event::AbortLocal { room: ROOM, why: "test".into() });
-        m.handle_event(at(2), Event::Fenced { grant, proof: grant });
-        outputs(&mut m);
-        m.handle_event(at(3), quiesced(grant, false));
-        let out = outputs(&mut m);
-        assert!(matches!(out[..], [Output::Send { msg: PeerMsg::Ended { .. }, .. }]), "{out:?}");
-        for _ in 0..3 {
-            m.handle_event(at(4), quiesced(grant, true));
-            assert!(outputs(&mut m).is_empty());
-        }
-        assert_eq!(m.poll_timeout(), None, "nothing is repeated any more");
-    }
-
-    #[test]
-    fn a_late_proof_brings_the_lanes_back_too() {
-        let mut m = worker(DataPath::OneSided);
-        lend(&mut m, ROOM, FOUR, &[3]);
-        let grant = grant_of(&outputs(&mut m));
-        m.handle_event(at(1), Event::AbortLocal { room: ROOM, why: "test".into() });
-        m.handle_event(at(1), quiesced(grant, true));
-        let why = Refusal::new(ErrorKind::Io, "no flush");
-        m.handle_event(at(2), Event::FenceFailed { grant, why });
-        let load = m.load();
-        assert_eq!((load.free_lanes, load.quarantined_blocks), (0, 1));
-        m.handle_event(at(3), Event::Fenced { grant, proof: grant });
-        let load = m.load();
-        assert_eq!((load.free_lanes, load.quarantined_blocks), (1, 0));
-        assert!(outputs(&mut m).iter().any(|o| matches!(o, Output::LateProof { .. })));
-    }
-
-    #[test]
-    fn a_room_without_pages_is_done_though_its_ack_was_lost() {
-        let mut m = worker(DataPath::ReceiverCopies);
-        lend(&mut m, ROOM, Span { tokens: 4, prefix_tokens: 4 }, &[]);
-        let grant = grant_of(&outputs(&mut m));
-        m.handle_event(at(1), quiesced(grant, false));
-        m.handle_event(at(2), Event::Fenced { grant, proof: grant });
-        let out = outputs(&mut m);
-        assert!(
-            out.iter().any(|o| matches!(o, Output::Ended { outcome, .. } if outcome.is_done()))
-        );
-    }
-
-    #[test]
-    fn a_repeated_offer_makes_the_lease_longer_here_too() {
-        let mut m = worker(DataPath::ReceiverCopies);
-        lend(&mut m, ROOM, FOUR, &[3]);
-        outputs(&mut m);
-        let mut last_offer = at(0);
-        for ms in (200..9_000).step_by(200) {
-            m.handle_timeout(at(ms));
-            if outputs(&mut m)
-                .iter()
-                .any(|o| matches!(o, Output::Send { msg: PeerMsg::Offer(_), .. }))
-            {
-                last_offer = at(ms);
-            }
-        }
-        assert!(last_offer > at(5_000));
-        // The process stands still until just before the holder's lease of that offer is over.
-        m.handle_timeout(last_offer.plus_ms(crate::time::holder_ms(limits::GRANT_LEASE_MS)));
-        let ended =
-            |o: &Output<GrantId>| matches!(o, Output::Send { msg: PeerMsg::Ended { .. }, .. });
-        assert!(!outputs(&mut m).iter().any(ended));
     }
 }
