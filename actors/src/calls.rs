@@ -144,7 +144,8 @@ fn answer(answers: &FrameSender<ReplyFrame>, id: u64, reply: Result<Reply, Refus
     }
     if let Err(e) = answers.try_send(&ReplyFrame { id, reply }) {
         // The caller repeats the call with its key, or has gone.
-        tracing::warn!(error = %e, "an answer could not be queued");
+        metrics::counter!("kvlane_answers_lost_total").increment(1);
+        tracing::debug!(error = %e, "an answer could not be queued");
     }
 }
 

@@ -427,7 +427,10 @@ fn dial(to: WorkerAddress, shell: &Shell, ctx: &mut Context<DecodeActor>) {
     let endpoint = shell.endpoint.clone();
     let actor = ctx.address();
     let peer = to.key.identity.clone();
+    let dials = shell.dials.clone();
     let dialling = actix::spawn(async move {
+        // Routers name whom to dial: they get a few at a time. It is closed with the worker.
+        let _dial = dials.acquire_owned().await;
         endpoint.dial(&to.address, Some(&to.key.identity), Purpose::Peer).await
     });
     actix::spawn(async move {
@@ -482,6 +485,9 @@ impl Side for Rooms {
     }
     fn handle_timeout(&mut self, now: Time) {
         self.machine.handle_timeout(now);
+    }
+    fn stood_still(&mut self, now: Time) {
+        self.machine.stood_still(now);
     }
     fn poll_timeout(&self) -> Option<Time> {
         self.machine.poll_timeout()

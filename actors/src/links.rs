@@ -141,6 +141,12 @@ impl Links {
         news
     }
 
+    pub(crate) fn stood_still(&mut self, now: Time) {
+        for link in self.links.values_mut() {
+            link.machine.stood_still(now);
+        }
+    }
+
     pub(crate) fn next_timeout(&self) -> Option<Time> {
         self.links.values().filter_map(|l| l.machine.poll_timeout()).min()
     }
@@ -179,8 +185,10 @@ impl Links {
                 Output::Lost(why) => {
                     let peer = entry.machine.peer().clone();
                     let was_up = entry.up;
-                    tracing::warn!(%peer, %why, "link is lost");
+                    // A peer that comes and goes must not fill the log: one that never was up is
+                    // told of in the rooms that it costs.
                     if was_up {
+                        tracing::warn!(%peer, %why, "link is lost");
                         metrics::gauge!("kvlane_links").decrement(1);
                     }
                     metrics::counter!("kvlane_links_lost_total", "why" => why.kind.code())

@@ -458,6 +458,9 @@ impl Side for Rooms {
     fn handle_timeout(&mut self, now: Time) {
         self.machine.handle_timeout(now);
     }
+    fn stood_still(&mut self, now: Time) {
+        self.machine.stood_still(now);
+    }
     fn poll_timeout(&self) -> Option<Time> {
         self.machine.poll_timeout()
     }

@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use actix::prelude::*;
 use kvlane_proto::decode::CallId;
@@ -18,13 +19,18 @@ use kvlane_proto::{ErrorKind, Identity, Refusal, Time};
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::EngineEvent;
 use kvlane_transport::quic::{Endpoint, Session};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::calls::{CallIn, Calls, CallsGone};
 use crate::engine::{Commands, Inbox};
 use crate::hooks::Hooks;
 use crate::links::{LinkIn, Links, News};
 use crate::runtime::{EngineWake, Fate, Parts, SessionIn, Stop, WorkerEnd};
+
+/// Dials to prefill workers at a time.
+const DIALS_MAX: usize = 64;
+/// A timer that is so late says that the process was stopped, or its machine.
+const STOOD_STILL_MS: u64 = 1_000;
 
 /// The part of a worker that its role makes.
 pub(crate) trait Side: Sized + Unpin + 'static {
@@ -42,6 +48,8 @@ pub(crate) trait Side: Sized + Unpin + 'static {
     fn drain(&mut self, now: Time);
     /// Does what is due.
     fn handle_timeout(&mut self, now: Time);
+    /// The process stood still: waits for the engine begin anew.
+    fn stood_still(&mut self, now: Time);
     /// When [`Side::handle_timeout`] is due.
     fn poll_timeout(&self) -> Option<Time>;
     /// How busy the rooms are.
@@ -54,6 +62,7 @@ pub(crate) struct Shell {
     pub(crate) calls: Calls,
     pub(crate) engine: Rc<Commands>,
     pub(crate) endpoint: Endpoint,
+    pub(crate) dials: Arc<Semaphore>,
     pub(crate) news: VecDeque<News>,
     inbox: Inbox,
     load: watch::Sender<Load>,
@@ -79,6 +88,7 @@ impl<S: Side> Worker<S> {
             calls: Calls::default(),
             engine,
             endpoint,
+            dials: Arc::new(Semaphore::new(DIALS_MAX)),
             news: VecDeque::new(),
             inbox,
             load,
@@ -111,13 +121,22 @@ impl<S: Side> Worker<S> {
         self.arm(ctx);
     }
 
+    fn take_events(&mut self) {
+        for event in self.shell.inbox.take() {
+            if self.shell.hooks.stopped() {
+                return;
+            }
+            self.engine_event(event);
+        }
+    }
+
     fn engine_event(&mut self, event: EngineEvent) {
         let now = now();
         let links = &mut self.shell.links;
         let news = match &event {
             EngineEvent::LaneUp { link, lane } => links.lane(now, *link, *lane, true),
             EngineEvent::LaneDown { link, lane, why } => {
-                tracing::warn!(link = link.0, lane = lane.0, %why, "lane is down");
+                tracing::debug!(link = link.0, lane = lane.0, %why, "lane is down");
                 metrics::counter!("kvlane_lanes_lost_total").increment(1);
                 links.lane(now, *link, *lane, false)
             }
@@ -157,11 +176,20 @@ impl<S: Side> Worker<S> {
     }
 
     fn tick(&mut self, ctx: &mut Context<Self>) {
-        self.shell.timer = None;
+        let due = self.shell.timer.take().map(|t| t.0);
         if self.shell.hooks.stopped() {
             return;
         }
+        // What has happened already counts before what has not.
+        self.take_events();
         let now = now();
+        let late_ms = due.map_or(0, |due| now.ms_since(due));
+        if late_ms > STOOD_STILL_MS {
+            tracing::warn!(late_ms, "this process stood still");
+            metrics::counter!("kvlane_stood_still_total").increment(1);
+            self.side.stood_still(now);
+            self.shell.links.stood_still(now);
+        }
         self.side.handle_timeout(now);
         let news = self.shell.links.timeout(now);
         self.shell.news.extend(news);
@@ -258,12 +286,7 @@ impl<S: Side> Handler<CallsGone> for Worker<S> {
 impl<S: Side> Handler<EngineWake> for Worker<S> {
     type Result = ();
     fn handle(&mut self, EngineWake(alive): EngineWake, ctx: &mut Context<Self>) {
-        for event in self.shell.inbox.take() {
-            if self.shell.hooks.stopped() {
-                return;
-            }
-            self.engine_event(event);
-        }
+        self.take_events();
         self.drive(ctx);
         if !alive {
             let why = Refusal::new(ErrorKind::Internal, "the engine's thread has ended");

@@ -36,7 +36,7 @@ mod issuer;
 mod keeper;
 mod view;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -370,14 +370,20 @@ impl Coordinator {
     ) -> Result<Handoff> {
         let shared = &*self.shared;
         let turn = shared.turn.fetch_add(1, Ordering::Relaxed);
-        let mut candidates = self.candidates(request, turn);
+        // Prefill workers that turned out to be gone; the view may learn it later.
+        let mut gone = BTreeSet::new();
+        let mut candidates = self.candidates(request, &gone, turn);
         let mut refreshed = false;
         loop {
             let pairs = std::mem::take(&mut candidates.pairs);
             // At once with anybody first; then in the queue of the best that is merely busy.
             let mut busiest = None;
             let mut stale = false;
+            let known_gone = gone.len();
             for (prefill, decode) in &pairs {
+                if gone.contains(&prefill.key().identity) {
+                    continue;
+                }
                 let room = shared.new_room(request, (prefill, decode))?;
                 *pinned = Some(Arc::clone(&room));
                 match shared.try_pair(room, (key, due), (prefill, decode), Duration::ZERO).await {
@@ -390,6 +396,9 @@ impl Coordinator {
                         if e.kind() == ErrorKind::Busy {
                             busiest.get_or_insert((prefill, decode));
                         }
+                        if is_gone(&e) {
+                            gone.insert(prefill.key().identity.clone());
+                        }
                         // The request itself is wrong: nobody else will take it.
                         if e.retry() == Retry::Never {
                             return Err(e.with("asked", decode.key()));
@@ -398,14 +407,35 @@ impl Coordinator {
                     }
                 }
             }
-            if let Some((prefill, decode)) = busiest
+            let waits = busiest.filter(|(p, _)| !gone.contains(&p.key().identity));
+            if let Some((prefill, decode)) = waits
                 && !request.wait.is_zero()
             {
                 let room = shared.new_room(request, (prefill, decode))?;
                 *pinned = Some(Arc::clone(&room));
-                match shared.try_pair(room, (key, due), (prefill, decode), request.wait).await {
+                let queue = shared.try_pair(room, (key, due), (prefill, decode), request.wait);
+                // Its place in the queue is given up when the prefill turns out to be dead.
+                let result = tokio::select! {
+                    biased;
+                    result = queue => result,
+                    () = shared.suspects(prefill.key()) => Err(suspected(prefill.key())),
+                };
+                match result {
                     Ok(handoff) => return Ok(handoff),
-                    Err(e) => candidates.refuse_again(decode.key(), &e),
+                    Err(e) => {
+                        if is_gone(&e) {
+                            gone.insert(prefill.key().identity.clone());
+                        }
+                        candidates.refuse_again(decode.key(), &e);
+                    }
+                }
+            }
+            // With another prefill, the same decode workers may take it.
+            if gone.len() > known_gone && Instant::now() < due {
+                let again = self.candidates(request, &gone, turn);
+                if !again.pairs.is_empty() {
+                    candidates.pairs = again.pairs;
+                    continue;
                 }
             }
             if stale && !refreshed {
@@ -413,7 +443,7 @@ impl Coordinator {
                 refreshed = true;
                 metrics::counter!("kvlane_coordinator_stale_views_total").increment(1);
                 if shared.refresh().await {
-                    let again = self.candidates(request, turn);
+                    let again = self.candidates(request, &gone, turn);
                     if !again.pairs.is_empty() {
                         candidates.pairs = again.pairs;
                         continue;
@@ -424,11 +454,16 @@ impl Coordinator {
         }
     }
 
-    fn candidates(&self, request: &PairRequest, turn: usize) -> Candidates {
+    fn candidates(
+        &self,
+        request: &PairRequest,
+        avoid: &BTreeSet<Identity>,
+        turn: usize,
+    ) -> Candidates {
         let mut recent = lock(&self.shared.recent);
         recent.expire(clock::now());
         let (prefill, decode) = (request.prefill.as_ref(), request.decode.as_ref());
-        self.snapshot().candidates(prefill, decode, &recent, turn)
+        self.snapshot().candidates(prefill, decode, avoid, &recent, turn)
     }
 
     /// Waits for a room's end, at most so long.
@@ -494,7 +529,31 @@ impl Coordinator {
     }
 }
 
+/// Whether a decode says that its prefill cannot be had.
+fn is_gone(e: &Error) -> bool {
+    e.kind() == ErrorKind::PeerLost && e.blame() == Blame::Prefill
+}
+
+fn suspected(prefill: &WorkerKey) -> Error {
+    Error::new(ErrorKind::PeerLost, "the prefill worker has died, or its lease has ended")
+        .with("prefill", prefill)
+        .blamed(Blame::Prefill)
+        .hint("place the request with another prefill worker")
+}
+
 impl Shared {
+    /// Waits until the view holds a worker for dead.
+    async fn suspects(&self, key: &WorkerKey) {
+        let mut views = self.view.subscribe();
+        let dead = |view: &Arc<ClusterView>| {
+            view.worker(&key.identity)
+                .is_none_or(|m| m.key() != key || !m.view.alive || m.view.suspected)
+        };
+        if views.wait_for(dead).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
     /// Where the room of a key is kept.
     fn pin(&self, key: IdempotencyKey) -> Pin {
         let mut keys = lock(&self.keys);

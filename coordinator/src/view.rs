@@ -4,7 +4,7 @@
 //! decides. In: pages of the registry. Out: snapshots, scores, and an order of candidates with a
 //! reason for each one that is left out.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use kvlane_proto::layout::{Coordinates, Difference};
@@ -163,6 +163,7 @@ impl ClusterView {
         &self,
         prefill: Option<&Identity>,
         decode: Option<&Identity>,
+        avoid: &BTreeSet<Identity>,
         recent: &Recent,
         turn: usize,
     ) -> Candidates {
@@ -176,6 +177,9 @@ impl ClusterView {
         let mut groups: HashMap<u32, Vec<&Arc<Member>>> = HashMap::new();
         let mut some_prefill = None;
         for p in asked(Role::Prefill, prefill) {
+            if avoid.contains(&p.key().identity) {
+                continue;
+            }
             match p.why_not() {
                 Some((kind, why)) => out.refuse(kind, why),
                 None => {
@@ -219,6 +223,9 @@ impl ClusterView {
                     out.refuse(ErrorKind::NotFound, why);
                 }
             }
+        }
+        for p in avoid {
+            out.refuse(ErrorKind::PeerLost, format!("{p}: it cannot be reached"));
         }
         for (role, only) in [(Role::Prefill, prefill), (Role::Decode, decode)] {
             if let Some(only) = only.filter(|o| self.worker(o).is_none()) {
@@ -358,6 +365,10 @@ mod tests {
     use kvlane_proto::layout::{Dtype, KvKind, Order};
     use kvlane_proto::msg::service::Registration;
 
+    fn none() -> BTreeSet<Identity> {
+        BTreeSet::new()
+    }
+
     fn worker(role: Role, name: &str, change: impl FnOnce(&mut WorkerView)) -> WorkerView {
         let identity = Identity::new("c", role, name, 0).unwrap();
         let key = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
@@ -417,14 +428,14 @@ mod tests {
         let order = |c: Candidates| -> Vec<String> {
             names(&c).into_iter().map(|(p, d)| format!("{p}{d}")).collect()
         };
-        let c = v.candidates(None, None, &recent, 0);
+        let c = v.candidates(None, None, &none(), &recent, 0);
         assert_eq!(order(c), ["p1d1", "p1d0", "p1d2", "p1d3"]);
         for (role, name) in [(Role::Decode, "d1"), (Role::Prefill, "p1")] {
             let identity = Identity::new("c", role, name, 0).unwrap();
             recent.add(Time(0), &identity);
             recent.add(Time(0).plus_ms(700), &identity);
         }
-        let first = |r: &Recent| order(v.candidates(None, None, r, 0))[0].clone();
+        let first = |r: &Recent| order(v.candidates(None, None, &none(), r, 0))[0].clone();
         assert_eq!(first(&recent), "p0d0");
         // Only until the worker must have said so itself, though it said nothing new.
         let late = Time(0).plus_ms(limits::WORKER_LEASE_MS / 3 + 100);
@@ -455,7 +466,8 @@ mod tests {
             workers.push(worker(Role::Decode, &format!("d{i}"), |_| {}));
         }
         let v = view(workers);
-        let first = |turn| names(&v.candidates(None, None, &Recent::new(0), turn))[0].clone();
+        let first =
+            |turn| names(&v.candidates(None, None, &none(), &Recent::new(0), turn))[0].clone();
         let seen: std::collections::HashSet<_> = (0..3).map(first).collect();
         assert_eq!(seen.len(), 3);
     }
@@ -470,7 +482,7 @@ mod tests {
             worker(Role::Decode, "engine", |w| w.registration.engines = vec!["shm".into()]),
             worker(Role::Decode, "replica", |w| w.registration.layout.at.dp = (1, 2)),
         ]);
-        let c = v.candidates(None, None, &Recent::new(0), 0);
+        let c = v.candidates(None, None, &none(), &Recent::new(0), 0);
         assert_eq!(names(&c), [("p".to_string(), "replica".to_string())]);
         let e = c.into_error("x");
         let text = e.to_string();
@@ -483,7 +495,8 @@ mod tests {
             assert!(text.contains(why), "{text}");
         }
         assert_eq!(e.kind(), ErrorKind::Incompatible);
-        let empty = view(vec![]).candidates(None, None, &Recent::new(0), 0).into_error("x");
+        let empty =
+            view(vec![]).candidates(None, None, &none(), &Recent::new(0), 0).into_error("x");
         assert_eq!(empty.kind(), ErrorKind::NotFound);
         assert!(empty.to_string().contains("no decode worker is registered"), "{empty}");
     }

@@ -228,3 +228,31 @@ async fn a_service_that_is_away_costs_nobody_a_room() {
     }
     router.assert_clean(&prefill, &decode).await;
 }
+
+/// Freezes that are longer than a fence may take: nothing is withheld for it, and nobody else is
+/// blamed.
+#[tokio::test]
+async fn a_decode_that_stands_still_keeps_its_blocks() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    let prefill = cluster.worker(Role::Prefill, "p", &[]).await;
+    let decode = cluster.worker(Role::Decode, "d", &[]).await;
+    router.sees(&prefill).await;
+    router.sees(&decode).await;
+    for _ in 0..2 {
+        let r = router.reserve(&prefill, &decode, TOKENS).await;
+        let to_prefill = Leg::send(&prefill.serving, r.prefill_leg()).await.unwrap();
+        let to_decode = Leg::send(&decode.serving, r.decode_leg()).await.unwrap();
+        router.coordinator.abort_room(kvlane_proto::RoomId(r.room), "test");
+        decode.process.signal("STOP");
+        tokio::time::sleep(std::time::Duration::from_millis(kvlane_proto::limits::FENCE_MS + 500))
+            .await;
+        decode.process.signal("CONT");
+        let reply = to_decode.reply().await;
+        assert!(reply.is_some() && to_prefill.reply().await.is_some());
+        decode.load("nothing", |l| (l.rooms, l.quarantined_blocks) == (0, 0)).await;
+        // Its lease has ended meanwhile; it takes a new one by itself.
+        router.sees(&decode).await;
+    }
+    router.assert_clean(&prefill, &decode).await;
+}

@@ -308,3 +308,54 @@ async fn every_room_of_a_killed_worker_ends_also_those_that_queue_for_lanes() {
         router.assert_clean(&prefill, &decode).await;
     }
 }
+
+#[tokio::test]
+async fn requests_placed_after_a_prefill_died_go_to_the_one_beside_it() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    let (alive, decode) = bystanders(&cluster, &router).await;
+    let mut dead = cluster.worker(Role::Prefill, "p-dead", &[]).await;
+    router.sees(&dead).await;
+    router.hand_off(&dead, &decode, TOKENS).await;
+    dead.process.kill().await;
+    // At once: the view still shows it alive, with nothing to do.
+    let rooms = (0..8).map(|_| {
+        let (coordinator, issuer) = (router.coordinator.clone(), router.identity.clone());
+        let (to_alive, to_decode) = (alive.serving.clone(), decode.serving.clone());
+        let dead = dead.identity.clone();
+        async move {
+            let handoff = coordinator.reserve(Router::any(TOKENS)).await.unwrap();
+            let request = Request::of(&handoff, &issuer, TOKENS);
+            let doomed = handoff.prefill.worker.key.identity == dead;
+            handoff.detach();
+            let decoded = leg(&to_decode, request.decode_leg());
+            if doomed {
+                // Reserved before the decode had noticed: it fails, with the reason.
+                decoded.await.unwrap().assert_failed(&[ErrorKind::PeerLost]);
+            } else {
+                let (p, d) = tokio::join!(leg(&to_alive, request.prefill_leg()), decoded);
+                assert!(p.unwrap().is_done() && d.unwrap().is_done());
+            }
+        }
+    });
+    futures(rooms).await;
+    // And from then on none goes wrong.
+    for _ in 0..4 {
+        let handoff = within("a reservation", router.coordinator.reserve(Router::any(TOKENS)));
+        let handoff = handoff.await.unwrap();
+        assert_eq!(handoff.prefill.worker.key.identity, alive.identity);
+    }
+}
+
+/// All of them at the same time.
+async fn futures<F>(work: impl Iterator<Item = F>) -> Vec<F::Output>
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    let mut ends = Vec::new();
+    for task in work.map(tokio::spawn).collect::<Vec<_>>() {
+        ends.push(within("a reservation", task).await.unwrap());
+    }
+    ends
+}

@@ -40,6 +40,8 @@ pub(super) async fn run(
         .await;
     let filling = match lent {
         Ok(filling) => filling,
+        // Whose they are is not known: they are not used again.
+        Err(e) if e.kind() == ErrorKind::Quarantined => return Err(e),
         Err(e) => {
             model.blocks.give_back(&model.pool, taken)?;
             return Err(e);
@@ -49,7 +51,15 @@ pub(super) async fn run(
     let ending = abort_when_gone(filling.ended(), gone, abort).await?;
     reply.outcome = Some(ending.outcome.clone());
     if !ending.is_fenced() {
-        // They stay withheld; waiting for a proof that may never come would hold the leg up.
+        // Waiting for a proof that may never come would hold the leg up.
+        let model = model.clone();
+        tokio::spawn(async move {
+            if ending.into_blocks().await.is_ok()
+                && let Err(e) = model.blocks.give_back(&model.pool, taken)
+            {
+                tracing::error!(error = %e, "blocks that came back late cannot be used");
+            }
+        });
         return Err(Error::new(ErrorKind::Quarantined, "the blocks are withheld")
             .with("room", room)
             .with("blocks", count));

@@ -47,11 +47,12 @@ pub(super) async fn run(
         }
         // The room's deadline bounds both waits.
         sending.released().await?;
+        model.blocks.give_back(&model.pool, taken)?;
         sending.ended().await
     };
     let outcome = abort_when_gone(work, gone, sending.abort("the client hung up")).await?;
     reply.outcome = Some(outcome);
-    model.blocks.give_back(&model.pool, taken)
+    Ok(())
 }
 
 async fn send(

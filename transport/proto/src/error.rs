@@ -252,6 +252,17 @@ impl Refusal {
     }
 }
 
+impl Refusal {
+    /// A reason that a peer gives: it may charge itself or the caller, nobody else.
+    #[must_use]
+    pub fn said_by(mut self, side: Blame) -> Self {
+        if self.blame != side && self.blame != Blame::Caller {
+            self.blame = side;
+        }
+        self
+    }
+}
+
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.kind.code(), self.text)?;

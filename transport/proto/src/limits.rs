@@ -42,6 +42,8 @@ pub const ORPHANS_PER_LINK_MAX: usize = 1024;
 pub const ORPHAN_WORDS_PER_LINK_MAX: usize = 1 << 20;
 /// Most reservations and lent rooms that queue for lanes.
 pub const QUEUE_MAX: usize = 4096;
+/// One router may fill one of so many parts of that queue.
+pub const QUEUE_SHARES: usize = 8;
 /// How many ended rooms are remembered.
 pub const TOMBSTONES_MAX: usize = 16384;
 /// Most workers that one registry holds.

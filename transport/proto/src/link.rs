@@ -325,12 +325,27 @@ impl Link {
         self.charged(e.to_refusal())
     }
 
-    /// A session that ends without a goodbye is charged to the peer, however its end was noticed.
+    fn peer_side(&self) -> Blame {
+        if self.config.receiver { Blame::Prefill } else { Blame::Decode }
+    }
+
+    /// A session that ends without a goodbye is charged to the peer, however its end was noticed;
+    /// so is one that ends because the peer broke the protocol, which is no fault of any request.
     fn charged(&self, why: Refusal) -> Refusal {
-        if why.kind != ErrorKind::PeerLost {
-            return why;
+        if why.kind == ErrorKind::PeerLost {
+            return why.blamed(self.peer_side());
         }
-        why.blamed(if self.config.receiver { Blame::Prefill } else { Blame::Decode })
+        let lost = Error::new(ErrorKind::PeerLost, "the session with the peer has ended")
+            .with("peer", &self.peer)
+            .with("cause", &why)
+            .hint("place the request with another worker; look at this one's logs");
+        lost.blamed(self.peer_side()).to_refusal()
+    }
+
+    /// This process stood still, so that the peer's frames could not be read: silence starts anew.
+    pub fn stood_still(&mut self, now: Time) {
+        self.last_seen = now;
+        self.probing_until = None;
     }
 
     fn lost(&mut self, why: Refusal) {
@@ -346,7 +361,7 @@ impl Link {
         match frame.msg {
             PeerMsg::Heartbeat => {}
             PeerMsg::Probe => self.send(now, PeerMsg::Heartbeat),
-            PeerMsg::Bye(why) => self.lost(why),
+            PeerMsg::Bye(why) => self.lost(why.said_by(self.peer_side())),
             PeerMsg::Describe(info) => {
                 if self.remote.is_some() {
                     return;
@@ -577,6 +592,33 @@ mod tests {
             let out: Vec<_> = std::iter::from_fn(|| link.poll_output()).collect();
             assert!(matches!(&out[..], [Output::Lost(w)] if w.blame == blame), "{out:?}");
         }
+    }
+
+    #[test]
+    fn a_peer_that_breaks_the_protocol_is_charged_and_may_not_charge_others() {
+        let (mut d, _) = up();
+        let broken = Refusal::new(ErrorKind::Malformed, "bad frame");
+        d.handle_event(Time(0), Event::Closed(broken));
+        let Some(Output::Lost(why)) = d.poll_output() else { panic!() };
+        assert_eq!((why.kind, why.blame), (ErrorKind::PeerLost, Blame::Prefill));
+        assert!(why.text.contains("bad frame"), "{why}");
+
+        let (mut d, _) = up();
+        let msg = PeerMsg::Bye(Refusal::new(ErrorKind::Draining, "x").blamed(Blame::Decode));
+        d.handle_event(Time(0), Event::Frame(PeerFrame { seq: 9, echo: 0, msg }));
+        let Some(Output::Lost(why)) = d.poll_output() else { panic!() };
+        assert_eq!((why.kind, why.blame), (ErrorKind::Draining, Blame::Prefill));
+    }
+
+    #[test]
+    fn silence_starts_anew_after_this_process_stood_still() {
+        let (mut d, _) = up();
+        let thaw = Time(0).plus_ms(60_000);
+        d.stood_still(thaw);
+        d.handle_timeout(thaw);
+        assert!(d.is_up());
+        d.handle_timeout(thaw.plus_ms(1_000));
+        assert!(!d.is_up());
     }
 
     #[test]

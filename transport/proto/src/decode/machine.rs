@@ -158,6 +158,8 @@ pub struct Decode<F> {
     quarantine: HashMap<GrantId, Withheld>,
     draining: bool,
     queued: usize,
+    /// By issuer, so that none can fill the queue alone.
+    queued_by: HashMap<Identity, usize>,
     /// Rooms in [`Phase::Over`].
     over: usize,
     /// Which room each waiting call is about.
@@ -184,6 +186,7 @@ impl<F> Decode<F> {
             quarantine: HashMap::new(),
             draining: false,
             queued: 0,
+            queued_by: HashMap::new(),
             over: 0,
             calls: HashMap::new(),
             out: VecDeque::new(),
@@ -234,6 +237,20 @@ impl<F> Decode<F> {
         self.rooms.iter().flat_map(|(&id, r)| {
             r.link.into_iter().flat_map(move |l| r.lanes.iter().map(move |&lane| (l, lane, id)))
         })
+    }
+
+    /// This process stood still: what its engine was to do in the meantime has not had its time.
+    pub fn stood_still(&mut self, now: Time) {
+        let mut rooms: Vec<RoomId> = self.rooms.keys().copied().collect();
+        rooms.sort_unstable();
+        for room in rooms {
+            if let Some(Phase::Fencing { until, .. }) =
+                self.rooms.get_mut(&room).map(|r| &mut r.phase)
+            {
+                *until = now.plus_ms(self.config.fence_ms);
+                self.rearm(room);
+            }
+        }
     }
 
     /// Takes one event.
@@ -418,6 +435,17 @@ impl<F> Decode<F> {
                 .with("queued", self.queued)
                 .with("queue_max", self.config.queue_max)
                 .hint("try again after a pause, or use another decode worker"));
+        }
+        let own = from.and_then(|from| self.queued_by.get(from)).copied().unwrap_or(0);
+        let share = (self.config.queue_max / limits::QUEUE_SHARES).max(1);
+        if own >= share {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "too many rooms of this router wait for lanes",
+            )
+            .with("queued", own)
+            .with("share", share)
+            .hint("try again after a pause, or use another decode worker"));
         }
         if let Some(link) = self.link_of(&prefill.key.identity) {
             let lanes = link.lanes.len();
@@ -627,6 +655,9 @@ impl<F> Decode<F> {
         });
         peer.queue.push_back(room);
         self.queued += 1;
+        if let Some(issuer) = &r.issuer {
+            *self.queued_by.entry(issuer.clone()).or_insert(0) += 1;
+        }
         if peer.link.is_none() && !peer.connecting {
             peer.connecting = true;
             self.out.push_back(Output::Connect(address.clone()));
@@ -647,7 +678,10 @@ impl<F> Decode<F> {
                 return;
             }
             p.queue.pop_front();
-            self.queued -= 1;
+            self.left_queue(room);
+            let Some(p) = self.peers.get_mut(peer) else { return };
+            let Some(link_id) = p.link else { return };
+            let Some(link) = self.links.get_mut(&link_id) else { return };
             let Some(r) = self.rooms.get_mut(&room) else { continue };
             r.lanes = link.free.drain(..want).collect();
             r.link = Some(link_id);
@@ -877,7 +911,7 @@ impl<F> Decode<F> {
                     _ => self.room_of(link, room, grant).is_some(),
                 };
                 if known {
-                    self.stop(now, room, why);
+                    self.stop(now, room, why.said_by(Blame::Prefill));
                 } else {
                     self.tell_again(link, room, grant);
                 }
@@ -1091,7 +1125,20 @@ impl<F> Decode<F> {
         if let Some(p) = self.peers.get_mut(&r.prefill.key.identity) {
             let before = p.queue.len();
             p.queue.retain(|q| *q != room);
-            self.queued -= before - p.queue.len();
+            if p.queue.len() < before {
+                self.left_queue(room);
+            }
+        }
+    }
+
+    fn left_queue(&mut self, room: RoomId) {
+        self.queued -= 1;
+        let Some(issuer) = self.rooms.get(&room).and_then(|r| r.issuer.as_ref()) else { return };
+        if let Some(count) = self.queued_by.get_mut(issuer) {
+            *count -= 1;
+            if *count == 0 {
+                self.queued_by.remove(issuer);
+            }
         }
     }
 
@@ -1258,11 +1305,13 @@ impl<F> Decode<F> {
         let in_time = now < r.deadline;
         match &mut r.phase {
             Phase::Queued { until } if !in_time || now >= *until => {
+                let linked = r.link_known(&self.peers);
                 let why = Error::new(ErrorKind::Busy, "no lane became free in time")
                     .with("prefill", &r.prefill.key.identity)
-                    .with("link", if r.link_known(&self.peers) { "up" } else { "not up yet" })
+                    .with("link", if linked { "up" } else { "not up yet" })
                     .with("ahead", self.queued.saturating_sub(1))
-                    .hint("wait longer, or use another pair of workers");
+                    .hint("wait longer, or use another pair of workers")
+                    .blamed(if linked { Blame::Decode } else { Blame::Link });
                 self.refuse_queued(now, room, why.to_refusal());
             }
             Phase::Reserved { until } if !in_time || now >= *until => {

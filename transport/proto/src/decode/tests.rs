@@ -112,3 +112,55 @@ fn a_repeated_offer_makes_the_lease_longer_here_too() {
     let ended = |o: &Output<GrantId>| matches!(o, Output::Send { msg: PeerMsg::Ended { .. }, .. });
     assert!(!outputs(&mut m).iter().any(ended));
 }
+
+#[test]
+fn one_router_cannot_fill_the_queue() {
+    let layout = small_layout();
+    let map = Arc::new(PoolMap::contiguous(Device::Host, 0, &layout, 16));
+    let config = DecodeConfig { queue_max: 16, ..DecodeConfig::new(layout, map, 100) };
+    let mut m: Decode<GrantId> = Decode::new(config);
+    let mut calls = 0;
+    let mut reserve = |m: &mut Decode<GrantId>, router: &str, room: u64| {
+        calls += 1;
+        let from = Identity::new("c", Role::Router, router, 0).unwrap();
+        let reserve = Reserve {
+            key: IdempotencyKey([room as u8; 16]),
+            room: RoomId(room),
+            tokens: 4,
+            prefill: prefill(),
+            wait_ms: 1_000,
+            deadline_ms: 60_000,
+        };
+        let body = Call::Reserve(reserve);
+        m.handle_event(at(0), Event::Call { call: CallId(calls), from, body });
+        outputs(m).into_iter().find_map(|o| match o {
+            Output::Reply { reply, .. } => reply.err().map(|e| e.kind),
+            _ => None,
+        })
+    };
+    let share = 16 / limits::QUEUE_SHARES as u64;
+    for room in 0..share {
+        assert_eq!(reserve(&mut m, "r", room), None, "waits");
+    }
+    assert_eq!(reserve(&mut m, "r", 100), Some(ErrorKind::Busy));
+    assert_eq!(reserve(&mut m, "s", 101), None, "another router waits as well");
+    // What has left the queue does not count.
+    m.handle_timeout(at(1_000));
+    outputs(&mut m);
+    assert_eq!((m.load().queued, m.load().rooms), (0, 0));
+    assert_eq!(reserve(&mut m, "r", 102), None);
+}
+
+#[test]
+fn a_fence_has_its_time_although_the_process_stood_still() {
+    let mut m = worker(DataPath::ReceiverCopies);
+    lend(&mut m, ROOM, FOUR, &[3]);
+    let grant = grant_of(&outputs(&mut m));
+    m.handle_event(at(1), Event::AbortLocal { room: ROOM, why: "test".into() });
+    m.stood_still(at(20_000));
+    m.handle_timeout(at(20_000));
+    assert_eq!(m.load().quarantined_blocks, 0);
+    m.handle_event(at(20_001), Event::Fenced { grant, proof: grant });
+    let ended = |o: &Output<GrantId>| matches!(o, Output::Ended { proof: Some(_), .. });
+    assert!(outputs(&mut m).iter().any(ended));
+}

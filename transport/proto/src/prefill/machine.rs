@@ -226,6 +226,18 @@ impl<Q> Prefill<Q> {
             .with("issuer", issuer.map_or("not known".into(), ToString::to_string)))
     }
 
+    /// This process stood still: what its engine was to do in the meantime has not had its time.
+    pub fn stood_still(&mut self, now: Time) {
+        let slots: Vec<Slot> = self.rooms.keys().copied().collect();
+        for slot in slots {
+            if let Some(Phase::Quieting { until }) = self.rooms.get_mut(&slot).map(|r| &mut r.phase)
+            {
+                *until = now.plus_ms(self.config.quiet_ms);
+                self.rearm(slot);
+            }
+        }
+    }
+
     /// Takes one event.
     pub fn handle_event(&mut self, now: Time, event: Event<Q>) {
         match event {
@@ -639,6 +651,17 @@ impl<Q> Prefill<Q> {
             false => (room, Some(link_id)),
         };
         let words = offer.blocks.words();
+        // A number names one room of its link, also while its engine is not quiet yet: what the
+        // engine says of it must not be taken for another room's.
+        let number = (link_id, offer.grant);
+        let used = self.by_grant.get(&number).is_some_and(|other| *other != slot);
+        if used || self.withheld.contains_key(&number) {
+            return Err(Error::new(ErrorKind::Malformed, "the grant's number is another room's")
+                .with("grant", offer.grant)
+                .with("room", room)
+                .blamed(Blame::Decode)
+                .hint("grant numbers are used once in a worker's life"));
+        }
         match self.rooms.get(&slot) {
             Some(r) => {
                 if let Some(h) = &r.held {
@@ -1246,7 +1269,8 @@ impl<Q> Prefill<Q> {
                 let why = Error::new(ErrorKind::DeadlineExceeded, "the room's deadline has passed")
                     .with("missing", missing)
                     .blamed(blame);
-                r.deadline = now.plus_ms(self.config.room_deadline_ms);
+                // The decode's word may still come; not for long.
+                r.deadline = now.plus_ms(self.config.quiet_ms);
                 self.give_up(now, slot, why.to_refusal());
             }
             Phase::Running => {

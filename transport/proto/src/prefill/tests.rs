@@ -246,3 +246,49 @@ fn a_late_proof_releases_withheld_blocks() {
     assert!(matches!(out[..], [Output::Released { proof: Some(()), .. }]), "{out:?}");
     assert_eq!(m.load().quarantined_blocks, 0);
 }
+
+#[test]
+fn one_grant_number_is_one_room() {
+    let mut m = worker(DataPath::ReceiverCopies);
+    attach(&mut m, at(0));
+    offer(&mut m, at(0), at(0));
+    outputs(&mut m);
+    let second = Offer {
+        room: RoomId(8),
+        grant: GRANT,
+        issuer: None,
+        span: Span { tokens: 8, prefix_tokens: 0 },
+        blocks: BlockList::from_ids(&[3, 4]),
+        lanes: vec![(LANE, 1)],
+        credit_parts: 8,
+        lease_ms: 1_000,
+    };
+    let msg = PeerMsg::Offer(Box::new(second));
+    m.handle_event(at(1), Event::Peer { link: LINK, msg, echo_sent: at(1) });
+    let out = outputs(&mut m);
+    let refused = |o: &Output<()>| {
+        matches!(o, Output::Send { msg: PeerMsg::Abort { room: RoomId(8), .. }, .. })
+    };
+    assert!(out.iter().any(refused), "{out:?}");
+    assert_eq!(m.active(), 1);
+    // What the engine says of the number is the first room's.
+    chunk(&mut m, at(2), 0..8, &[1, 2]);
+    assert_eq!(posts(&outputs(&mut m)), 8);
+}
+
+#[test]
+fn a_decode_that_never_decides_holds_a_room_little_longer_than_its_deadline() {
+    let mut m = worker(DataPath::ReceiverCopies);
+    let (decode, issuer) = (None, None);
+    let ev = Event::Attach { room: ROOM, tokens: 8, decode, issuer, deadline_ms: 900 };
+    m.handle_event(at(0), ev);
+    offer(&mut m, at(0), at(0));
+    m.handle_timeout(at(900));
+    m.handle_event(at(901), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    m.handle_timeout(at(900 + limits::FENCE_MS));
+    let out = outputs(&mut m);
+    let unknown =
+        |o: &Output<()>| matches!(o, Output::Ended { outcome: Outcome::Unknown { .. }, .. });
+    assert!(out.iter().any(unknown), "{out:?}");
+    assert_eq!(m.active(), 0);
+}
