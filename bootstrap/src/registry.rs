@@ -79,7 +79,26 @@ impl Handler<Question> for RegistryActor {
         Question { from, ask }: Question,
         ctx: &mut Self::Context,
     ) -> Self::Result {
+        let leaves = matches!(ask, Ask::Deregister);
         let answer = self.machine.ask(clock::now(), &from, ask);
+        match &answer {
+            Ok(Answer::Registered { fits, differs, epoch, .. }) => {
+                tracing::info!(worker = %from, epoch, fits = fits.len(), "worker has registered");
+                if let (true, Some((other, fields))) = (fits.is_empty(), differs.first()) {
+                    let fields: Vec<String> = fields
+                        .iter()
+                        .map(|d| format!("{}: {} / {}", d.field, d.here, d.there))
+                        .collect();
+                    tracing::warn!(
+                        worker = %from, %other, differs = fields.join(", "),
+                        "worker fits nobody of the other role"
+                    );
+                }
+            }
+            Ok(_) if leaves => tracing::info!(worker = %from, "worker has left"),
+            Ok(_) => {}
+            Err(e) => tracing::info!(%from, error = %e, "refused"),
+        }
         self.settle(ctx);
         answer.map_err(|e| {
             metrics::counter!("kvlane_bootstrap_refusals_total", "kind" => e.kind().code())
@@ -92,6 +111,7 @@ impl Handler<Question> for RegistryActor {
 impl Handler<Lost> for RegistryActor {
     type Result = ();
     fn handle(&mut self, Lost(key): Lost, ctx: &mut Self::Context) {
+        tracing::warn!(worker = %key, "a worker's session ended without a word; its lease decides");
         self.machine.lost(clock::now(), &key);
         self.settle(ctx);
     }

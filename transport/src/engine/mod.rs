@@ -139,7 +139,8 @@ pub enum Command {
 /// What an engine says.
 #[derive(Debug)]
 pub enum EngineEvent {
-    /// Answer to [`Command::Listen`].
+    /// Answer to [`Command::Listen`]; with an error also where [`Command::Connect`] cannot be done:
+    /// the link will not come up.
     Local {
         /// The link.
         link: LinkId,

@@ -84,6 +84,14 @@ pub fn renew(ca_dir: &Path, cert_dir: &Path, valid_days: u32) -> Result<Identity
             .caused_by(e)
     })?;
     let identity = x509::identity(&cert)?;
+    // Peers of the old authority would refuse the new certificate, and the other way round.
+    let (old, new) = (cert_dir.join(CA_FILE), ca_dir.join(CA_FILE));
+    if read_file(&old)? != read_file(&new)? {
+        return Err(Error::new(ErrorKind::Config, "the certificate is of another authority")
+            .with("certs", old.display())
+            .with("ca", new.display())
+            .hint("renew with the CA that issued it, or issue into a new directory"));
+    }
     sign(ca_dir, cert_dir, &identity, valid_days)?;
     Ok(identity)
 }

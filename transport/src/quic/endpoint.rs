@@ -601,6 +601,9 @@ async fn greet_all(shared: Arc<Shared>, queue: mpsc::Sender<Session>) {
                     let greeted = timeout(shared.handshake, shared.greet_dialler(incoming, &queue));
                     match greeted.await {
                         Ok(Ok(())) => {}
+                        Ok(Err(e)) if e.kind() == ErrorKind::PeerLost => {
+                            tracing::debug!(%remote, "dialler has gone: {e}");
+                        }
                         Ok(Err(e)) => tracing::warn!(%remote, "greeting refused: {e}"),
                         Err(_) => {
                             count_refusal("greeting_timeout");

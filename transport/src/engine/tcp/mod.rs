@@ -482,7 +482,7 @@ impl Engine for TcpEngine {
             }
             Command::Connect { link, remote, map: _ } => {
                 if let Err(e) = self.connect(link, &remote) {
-                    self.outbox.push(EngineEvent::Trouble(e));
+                    self.outbox.push(EngineEvent::Local { link, blob: Err(e) });
                 }
             }
             Command::Close { link } => self.close(link),
