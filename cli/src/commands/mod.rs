@@ -4,6 +4,7 @@ pub(crate) mod bootstrap;
 pub(crate) mod ca;
 pub(crate) mod demo;
 pub(crate) mod replay;
+mod values;
 pub(crate) mod worker;
 
 use std::path::PathBuf;
@@ -12,18 +13,13 @@ use kvlane_proto::{Error, ErrorKind, Identity, Result, Role};
 use kvlane_transport::quic::Security;
 use kvlane_transport::quic::tls::identity_of;
 use tokio::io::AsyncReadExt;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// How a process proves who it is.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct SecurityArgs {
     /// Directory with ca.pem, cert.pem and key.pem, as made by `kvlane ca`
-    #[arg(
-        long,
-        value_name = "DIR",
-        conflicts_with = "insecure",
-        required_unless_present = "insecure"
-    )]
+    #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
     certs: Option<PathBuf>,
     /// No certificates: anybody may say to be anybody
     #[arg(long)]
@@ -42,6 +38,13 @@ impl SecurityArgs {
         rank: u32,
     ) -> Result<(Security, Identity)> {
         let Some(dir) = &self.certs else {
+            if !self.insecure {
+                return Err(Error::new(
+                    ErrorKind::Config,
+                    "neither certificates nor --insecure are given",
+                )
+                .hint("give --certs DIR, or --insecure on one machine"));
+            }
             return Ok((Security::Insecure, Identity::new(&self.cluster, role, name, rank)?));
         };
         let identity = identity_of(dir)?;
@@ -68,9 +71,7 @@ impl EndArgs {
     /// Waits for SIGTERM, SIGINT or the end of standard input; a second signal from there on ends
     /// the process at once.
     pub(crate) async fn wait(self) -> Result<()> {
-        let failed = |e| Error::new(ErrorKind::Io, "cannot listen for signals").caused_by(e);
-        let mut term = signal(SignalKind::terminate()).map_err(failed)?;
-        let mut int = signal(SignalKind::interrupt()).map_err(failed)?;
+        let mut interrupt = Interrupt::listen()?;
         let stdin = async {
             if self.until_stdin_closes {
                 let mut byte = [0; 64];
@@ -81,21 +82,44 @@ impl EndArgs {
             }
         };
         tokio::select! {
-            _ = term.recv() => {}
-            _ = int.recv() => {}
+            () = interrupt.came() => {}
             () = stdin => {}
         }
         tokio::spawn(async move {
-            tokio::select! {
-                _ = term.recv() => {}
-                _ = int.recv() => {}
-            }
+            interrupt.came().await;
             tracing::warn!("second signal: ending at once");
-            std::process::exit(130);
+            std::process::exit(INTERRUPTED.into());
         });
         Ok(())
     }
 }
+
+/// SIGINT and SIGTERM, for commands that end by themselves.
+pub(crate) struct Interrupt {
+    term: Signal,
+    int: Signal,
+}
+
+impl Interrupt {
+    /// From here on, neither ends the process by itself.
+    pub(crate) fn listen() -> Result<Self> {
+        let failed = |e| Error::new(ErrorKind::Io, "cannot listen for signals").caused_by(e);
+        Ok(Self {
+            term: signal(SignalKind::terminate()).map_err(failed)?,
+            int: signal(SignalKind::interrupt()).map_err(failed)?,
+        })
+    }
+    /// Waits for the next one.
+    pub(crate) async fn came(&mut self) {
+        tokio::select! {
+            _ = self.term.recv() => {}
+            _ = self.int.recv() => {}
+        }
+    }
+}
+
+/// How a command ends that was interrupted.
+pub(crate) const INTERRUPTED: u8 = 130;
 
 /// The line on standard output by which a process says that it is ready, for whoever started it.
 pub(crate) fn say_ready(fields: serde_json::Value) {
