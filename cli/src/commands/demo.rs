@@ -70,11 +70,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         // A second signal: those that are left are killed when `cluster` is dropped.
         () = interrupt.came() => return Ok(ExitCode::from(INTERRUPTED)),
     };
-    let good = match &end {
-        Ok(None) => true,
-        Ok(Some(done)) => done.is_good() || done.interrupted(),
-        Err(_) => false,
-    };
+    let good = end.as_ref().is_ok_and(|done| done.as_ref().is_none_or(replay::Done::is_good));
     if !good || ended.is_err() {
         cluster.show_logs();
     }

@@ -98,7 +98,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
 /// What a replay did.
 pub(crate) struct Done {
     totals: Totals,
-    /// Requests that were sent.
+    /// Requests that were sent and waited for.
     sent: u64,
     asked: u64,
     /// The trace could not be read to its end.
@@ -107,12 +107,9 @@ pub(crate) struct Done {
 }
 
 impl Done {
-    /// Whether every request that was asked for came to a good end.
+    /// Whether the workers did all that they were asked; after an interruption, all that ended.
     pub(crate) fn is_good(&self) -> bool {
-        self.broken.is_none() && self.totals.is_good(self.sent)
-    }
-    pub(crate) fn interrupted(&self) -> bool {
-        self.totals.interrupted
+        self.totals.is_good(self.sent)
     }
     /// Shows the report; gives the process's exit code.
     pub(crate) fn print(self) -> Result<ExitCode> {
@@ -210,7 +207,9 @@ pub(crate) async fn replay(
         }
     }
     progress.end();
-    let (sent, broken) = dispatched.unwrap_or((totals.rooms(), None));
+    // Interrupted, those that ended are all there is.
+    let (sent, broken) =
+        dispatched.filter(|_| !totals.interrupted).unwrap_or((totals.rooms(), None));
     Ok(Some(Done { totals, sent, asked, broken, json }))
 }
 
