@@ -8,6 +8,7 @@ mod values;
 pub(crate) mod worker;
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use kvlane_proto::{Error, ErrorKind, Identity, Result, Role};
 use kvlane_transport::quic::Security;
@@ -82,11 +83,11 @@ impl EndArgs {
             }
         };
         tokio::select! {
-            () = interrupt.came() => {}
+            () = interrupt.signal() => {}
             () = stdin => {}
         }
         tokio::spawn(async move {
-            interrupt.came().await;
+            interrupt.signal().await;
             tracing::warn!("second signal: ending at once");
             std::process::exit(INTERRUPTED.into());
         });
@@ -94,11 +95,15 @@ impl EndArgs {
     }
 }
 
-/// SIGINT and SIGTERM, for commands that end by themselves.
+/// SIGINT and SIGTERM.
 pub(crate) struct Interrupt {
     term: Signal,
     int: Signal,
+    last: Option<Instant>,
 }
+
+/// `timeout` and some shells send a signal to a process and then to its group.
+const ONE_WISH: Duration = Duration::from_millis(200);
 
 impl Interrupt {
     /// From here on, neither ends the process by itself.
@@ -107,13 +112,24 @@ impl Interrupt {
         Ok(Self {
             term: signal(SignalKind::terminate()).map_err(failed)?,
             int: signal(SignalKind::interrupt()).map_err(failed)?,
+            last: None,
         })
     }
     /// Waits for the next one.
-    pub(crate) async fn came(&mut self) {
+    async fn signal(&mut self) {
         tokio::select! {
             _ = self.term.recv() => {}
             _ = self.int.recv() => {}
+        }
+    }
+    /// Waits for the user's next wish to end; several signals within [`ONE_WISH`] are one.
+    pub(crate) async fn came(&mut self) {
+        loop {
+            self.signal().await;
+            let last = self.last.replace(Instant::now());
+            if last.is_none_or(|last| last.elapsed() > ONE_WISH) {
+                return;
+            }
         }
     }
 }
