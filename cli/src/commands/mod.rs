@@ -7,6 +7,7 @@ pub(crate) mod replay;
 mod values;
 pub(crate) mod worker;
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -137,7 +138,13 @@ impl Interrupt {
 /// How a command ends that was interrupted.
 pub(crate) const INTERRUPTED: u8 = 130;
 
+/// Writes to standard output. Whoever read it may have gone; that is no failure of what was done.
+pub(crate) fn say(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
 /// The line on standard output by which a process says that it is ready, for whoever started it.
 pub(crate) fn say_ready(fields: serde_json::Value) {
-    println!("{fields}");
+    say(&format!("{fields}\n"));
 }

@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::values::{above_zero, host_port};
-use super::{INTERRUPTED, Interrupt, SecurityArgs};
+use super::{INTERRUPTED, Interrupt, SecurityArgs, say};
 use crate::load::models;
 use crate::load::trace::{self, Generator, Request, Requests};
 use crate::report::{Progress, Totals};
@@ -122,9 +122,9 @@ impl Done {
         if self.json {
             let line = serde_json::to_string(&self.totals)
                 .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
-            println!("{line}");
+            say(&format!("{line}\n"));
         } else {
-            print!("{}", self.totals.table());
+            say(&self.totals.table());
         }
         match self.broken {
             Some(e) => Err(e),
