@@ -6,6 +6,7 @@
 
 mod commands;
 mod load;
+mod memory;
 mod report;
 mod standin;
 

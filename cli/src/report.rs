@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kvlane_proto::ErrorKind;
+use kvlane_proto::Refusal;
 use serde::Serialize;
 
 /// Counters of a replay. The names are those of the JSON line.
@@ -18,7 +18,7 @@ pub(crate) struct Totals {
     pub(crate) bytes: u64,
     pub(crate) pages_verified: u64,
     pub(crate) pages_corrupt: u64,
-    /// Parts that were sent more than once.
+    /// Parts that were sent more than once during this replay.
     pub(crate) retries: u64,
     pub(crate) quarantined_blocks: u64,
     pub(crate) seconds: f64,
@@ -29,24 +29,40 @@ pub(crate) struct Totals {
     pub(crate) handoff_p99_ms: f64,
     /// Requests that were cut to what a pool, or the model, allows.
     pub(crate) prompts_cut: u64,
+    /// What the trace's token counts were multiplied by.
+    pub(crate) scale: f64,
+    /// Tokens of completed rooms that the decode had already, and so were not sent.
+    pub(crate) prefix_tokens: u64,
     pub(crate) model: String,
     pub(crate) engine: String,
     pub(crate) emulated: bool,
-    /// What failed, and how often.
-    pub(crate) failures: BTreeMap<String, u64>,
+    /// A signal ended it before every request was done.
+    pub(crate) interrupted: bool,
+    /// What failed, by error code.
+    pub(crate) failures: BTreeMap<&'static str, Failures>,
     #[serde(skip)]
     pub(crate) handoffs: Vec<Duration>,
+}
+
+/// Failures of one code.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Failures {
+    pub(crate) count: u64,
+    /// What the first of them said.
+    pub(crate) message: String,
 }
 
 impl Totals {
     pub(crate) fn rooms(&self) -> u64 {
         self.rooms_completed + self.rooms_aborted + self.rooms_failed
     }
-    pub(crate) fn failed(&mut self, kind: ErrorKind, why: &str) {
+    pub(crate) fn failed(&mut self, why: &Refusal) {
         self.rooms_failed += 1;
-        // The first words: rooms and numbers stand behind them.
-        let short = why.split(" (").next().unwrap_or(why);
-        *self.failures.entry(format!("{}: {short}", kind.code())).or_default() += 1;
+        let of_code = self.failures.entry(why.kind.code()).or_insert_with(|| {
+            let fix = if why.hint.is_empty() { "" } else { "; fix: " };
+            Failures { count: 0, message: format!("{}{fix}{}", why.text, why.hint) }
+        });
+        of_code.count += 1;
     }
     pub(crate) fn finish(&mut self, elapsed: Duration) {
         self.seconds = elapsed.as_secs_f64();
@@ -68,16 +84,18 @@ impl Totals {
     }
     /// For people.
     pub(crate) fn table(&self) -> String {
-        let rows = [
+        let mut rows = vec![
             ("model", self.model.clone()),
             (
                 "engine",
                 format!("{}{}", self.engine, if self.emulated { " (emulated)" } else { "" }),
             ),
+            ("scale", format!("{:.4}", self.scale)),
             ("rooms completed", self.rooms_completed.to_string()),
             ("rooms aborted", self.rooms_aborted.to_string()),
             ("rooms failed", self.rooms_failed.to_string()),
             ("bytes moved", format!("{:.3} GB", self.bytes as f64 / 1e9)),
+            ("tokens from prefix, not sent", self.prefix_tokens.to_string()),
             ("pages verified", self.pages_verified.to_string()),
             ("pages corrupt", self.pages_corrupt.to_string()),
             ("parts sent again", self.retries.to_string()),
@@ -94,13 +112,16 @@ impl Totals {
                 ),
             ),
         ];
+        if self.prompts_cut > 0 {
+            rows.insert(3, ("prompts cut to the pool", self.prompts_cut.to_string()));
+        }
         let width = rows.iter().map(|r| r.0.len()).max().unwrap_or(0);
         let mut out = String::new();
         for (name, value) in rows {
             out.push_str(&format!("  {name:<width$}  {value}\n"));
         }
-        for (what, count) in &self.failures {
-            out.push_str(&format!("  failed {count} x  {what}\n"));
+        for (code, Failures { count, message }) in &self.failures {
+            out.push_str(&format!("  failed {count} x  {code}: {message}\n"));
         }
         out
     }
@@ -145,5 +166,42 @@ impl Progress {
     }
     pub(crate) fn end(self) {
         self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_proto::{Error, ErrorKind};
+
+    use super::*;
+
+    #[test]
+    fn failures_are_counted_by_code_and_keep_the_first_message() {
+        let mut totals = Totals { scale: 0.5, ..Totals::default() };
+        for asked in [7, 8] {
+            let e = Error::new(ErrorKind::LimitExceeded, "too many").with("asked", asked);
+            totals.failed(&e.hint("ask for less").to_refusal());
+        }
+        totals.failed(&Error::new(ErrorKind::Busy, "full").to_refusal());
+        let json = serde_json::to_value(&totals).unwrap();
+        assert_eq!(json["rooms_failed"], 3);
+        assert_eq!(json["scale"], 0.5);
+        assert_eq!(
+            json["failures"],
+            serde_json::json!({
+                "limit_exceeded": { "count": 2, "message": "too many (asked=7); fix: ask for less" },
+                "busy": { "count": 1, "message": "full" },
+            })
+        );
+        assert!(totals.table().contains("failed 2 x  limit_exceeded: too many (asked=7)"));
+    }
+
+    #[test]
+    fn cut_prompts_have_a_row_only_if_there_are_any() {
+        let mut totals = Totals::default();
+        assert!(!totals.table().contains("prompts cut"));
+        assert!(totals.table().contains("scale"));
+        totals.prompts_cut = 3;
+        assert!(totals.table().contains("prompts cut to the pool"));
     }
 }

@@ -13,7 +13,10 @@ use tokio::process::{Child, Command};
 
 use super::replay::{self, LoadArgs};
 use super::worker::EngineName;
+use super::{INTERRUPTED, Interrupt};
 use crate::load::models;
+use crate::load::trace::Requests;
+use crate::memory;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -30,7 +33,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "tcp")]
     engine: EngineName,
     /// Size of each worker's pool; 384, or 64 with `tiny`, if not given
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::worker::POOL_MIB_MAX))]
     pool_mib: Option<u64>,
     /// Check each part with a CRC32C
     #[arg(long)]
@@ -44,31 +47,66 @@ const CLUSTER: &str = "demo";
 const READY: Duration = Duration::from_secs(30);
 /// How long one may take to end.
 const END: Duration = Duration::from_secs(20);
+/// Lines of each log that are shown when something failed.
+const LOG_LINES: usize = 5;
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
-    // Named wrong, nothing is started.
+    // With a wrong flag, nothing is started.
     models::layout(&args.model, models::PAGE_TOKENS)?;
+    let requests = args.load.requests()?;
+    let pool_mib = args.pool_mib.unwrap_or(if args.model == "tiny" { 64 } else { 384 });
+    let workers = u64::from(args.prefill) + u64::from(args.decode);
+    memory::check_mib(pool_mib.saturating_mul(workers))?;
+
+    let mut interrupt = Interrupt::listen()?;
     let dir = Scratch::new()?;
     let ca_dir = dir.0.join("ca");
     ca::create_ca(&ca_dir, CLUSTER)?;
     let mut cluster = Processes { dir: &dir.0, ca: &ca_dir, children: Vec::new() };
-    let end = serve(&args, &mut cluster).await;
+    let end = serve(&args, pool_mib, &mut cluster, requests, &mut interrupt).await;
     // Also after a failure: nobody is left behind.
-    let ended = cluster.end().await;
-    let good = matches!(end, Ok(code) if code == ExitCode::SUCCESS) && ended.is_ok();
-    if !good {
+    let ended = tokio::select! {
+        ended = cluster.end() => ended,
+        // A second signal: those that are left are killed when `cluster` is dropped.
+        () = interrupt.came() => return Ok(ExitCode::from(INTERRUPTED)),
+    };
+    let good = end.as_ref().is_ok_and(|done| done.as_ref().is_none_or(replay::Done::is_good));
+    if !good || ended.is_err() {
         cluster.show_logs();
     }
-    let code = end?;
+    let code = match end? {
+        Some(done) => done.print()?,
+        None => ExitCode::from(INTERRUPTED),
+    };
     ended?;
     Ok(code)
 }
 
-async fn serve(args: &Args, cluster: &mut Processes<'_>) -> Result<ExitCode> {
+/// Starts the processes and replays; gives nothing if it was interrupted before that began.
+async fn serve(
+    args: &Args,
+    pool_mib: u64,
+    cluster: &mut Processes<'_>,
+    requests: Requests,
+    interrupt: &mut Interrupt,
+) -> Result<Option<replay::Done>> {
+    let service = tokio::select! {
+        service = start(args, pool_mib, cluster) => service?,
+        () = interrupt.came() => return Ok(None),
+    };
+    let identity = Identity::new(CLUSTER, Role::Router, "router", 0)?;
+    let security = Security::Mutual { dir: cluster.certs(&identity)? };
+    let workers = (usize::from(args.prefill), usize::from(args.decode));
+    replay::replay(&service, security, identity, workers, args.load.clone(), requests, interrupt)
+        .await
+}
+
+/// Starts the processes; gives the address of the bootstrap service.
+async fn start(args: &Args, pool_mib: u64, cluster: &mut Processes<'_>) -> Result<String> {
     let ready =
         cluster.start("bootstrap", Role::Service, &["bootstrap", "--quic", "127.0.0.1:0"]).await?;
     let service = ready["quic"].as_str().unwrap_or_default().to_string();
-    let pool_mib = args.pool_mib.unwrap_or(if args.model == "tiny" { 64 } else { 384 }).to_string();
+    let pool_mib = pool_mib.to_string();
     let workers = (0..args.prefill)
         .map(|n| (format!("prefill-{n}"), Role::Prefill))
         .chain((0..args.decode).map(|n| (format!("decode-{n}"), Role::Decode)));
@@ -81,11 +119,7 @@ async fn serve(args: &Args, cluster: &mut Processes<'_>) -> Result<ExitCode> {
         }
         cluster.start(&name, role, &flags).await?;
     }
-    let identity = Identity::new(CLUSTER, Role::Router, "router", 0)?;
-    let certs = cluster.certs(&identity)?;
-    let workers = (usize::from(args.prefill), usize::from(args.decode));
-    let security = Security::Mutual { dir: certs };
-    replay::replay(&service, security, identity, workers, args.load.clone()).await
+    Ok(service)
 }
 
 /// The processes of a demo.
@@ -118,6 +152,8 @@ impl Processes<'_> {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log)
+            // A signal of the terminal is for this process, which ends them in order.
+            .process_group(0)
             .kill_on_drop(true)
             .spawn()
             .map_err(|e| failed("cannot be started").caused_by(e))?;
@@ -165,7 +201,7 @@ impl Processes<'_> {
         for (name, _) in &self.children {
             let text = std::fs::read_to_string(self.log(name)).unwrap_or_default();
             let lines: Vec<&str> = text.lines().collect();
-            for line in &lines[lines.len().saturating_sub(10)..] {
+            for line in &lines[lines.len().saturating_sub(LOG_LINES)..] {
                 eprintln!("[{name}] {line}");
             }
         }

@@ -1,18 +1,21 @@
 //! `kvlane replay`: a router that replays requests through a running cluster.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_coordinator::{Coordinator, CoordinatorConfig, Handoff, PairRequest};
-use kvlane_proto::{Error, ErrorKind, Identity, Outcome, Result, Role, limits};
+use kvlane_proto::{Error, ErrorKind, Identity, Outcome, Refusal, Result, Role, limits};
 use kvlane_transport::quic::Security;
 use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
 
-use super::SecurityArgs;
+use super::values::{above_zero, host_port};
+use super::{INTERRUPTED, Interrupt, SecurityArgs, say};
 use crate::load::models;
-use crate::load::trace::{Generator, Request, Trace};
+use crate::load::trace::{self, Generator, Request, Requests};
 use crate::report::{Progress, Totals};
 use crate::standin::legs::{self, LegReply, LegRequest};
 
@@ -24,22 +27,23 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// How many requests
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..))]
     rooms: u64,
-    /// Shrinks token counts; if not given, rooms have about 24 MiB (192 KiB with `tiny`)
-    #[arg(long, value_name = "F")]
+    /// Multiplies token counts; 1 = as in the trace, values above 1 enlarge them. If not given,
+    /// rooms have about 24 MB (192 kB with `tiny`)
+    #[arg(long, value_name = "F", allow_negative_numbers = true, value_parser = above_zero)]
     scale: Option<f64>,
     /// Follow the trace's own times, this much faster; as fast as it goes if not given
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", allow_negative_numbers = true, value_parser = above_zero)]
     speed: Option<f64>,
     /// Requests in flight
-    #[arg(long, default_value_t = 16)]
-    concurrency: usize,
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    concurrency: u32,
     /// Abort so many of a hundred rooms, at a random moment
     #[arg(long, default_value_t = 0, value_name = "P", value_parser = clap::value_parser!(u32).range(0..=100))]
     abort_percent: u32,
     /// A room ends by then
-    #[arg(long, default_value_t = limits::ROOM_DEADLINE_MS)]
+    #[arg(long, default_value_t = limits::ROOM_DEADLINE_MS, value_parser = clap::value_parser!(u64).range(1..=DEADLINE_MS_MAX))]
     deadline_ms: u64,
     /// Seed of the generator and the aborts
     #[arg(long, default_value_t = 1)]
@@ -49,13 +53,29 @@ pub(crate) struct LoadArgs {
     json: bool,
 }
 
+/// A week.
+const DEADLINE_MS_MAX: u64 = 7 * 24 * 3600 * 1000;
+
+impl LoadArgs {
+    /// The requests, not yet scaled; a trace that cannot be read is refused here.
+    ///
+    /// # Errors
+    /// As [`trace::from_file`].
+    pub(crate) fn requests(&self) -> Result<Requests> {
+        match &self.trace {
+            Some(file) => trace::from_file(file),
+            None => Ok(Box::new(Generator::new(self.seed, Generator::PER_S)?.map(Ok))),
+        }
+    }
+}
+
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// host:port of the bootstrap service
-    #[arg(long, default_value = "127.0.0.1:7400", value_name = "HOST:PORT")]
+    #[arg(long, default_value = "127.0.0.1:7400", value_name = "HOST:PORT", value_parser = host_port)]
     service: String,
     /// Name of this router, with --insecure
-    #[arg(long, default_value = "replay")]
+    #[arg(long, default_value = "replay", conflicts_with = "certs")]
     name: String,
     #[command(flatten)]
     load: LoadArgs,
@@ -65,35 +85,94 @@ pub(crate) struct Args {
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     let (security, identity) = args.security.identity(Role::Router, &args.name, 0)?;
-    replay(&args.service, security, identity, (1, 1), args.load).await
+    let requests = args.load.requests()?;
+    let mut interrupt = Interrupt::listen()?;
+    let done =
+        replay(&args.service, security, identity, (1, 1), args.load, requests, &mut interrupt);
+    match done.await? {
+        Some(done) => done.print(),
+        None => Ok(ExitCode::from(INTERRUPTED)),
+    }
+}
+
+/// What a replay did.
+pub(crate) struct Done {
+    totals: Totals,
+    /// Requests that were sent and waited for.
+    sent: u64,
+    asked: u64,
+    /// The trace could not be read to its end.
+    broken: Option<Error>,
+    json: bool,
+}
+
+impl Done {
+    /// Whether the workers did all that they were asked; after an interruption, all that ended.
+    pub(crate) fn is_good(&self) -> bool {
+        self.totals.is_good(self.sent)
+    }
+    /// Shows the report; gives the process's exit code.
+    pub(crate) fn print(self) -> Result<ExitCode> {
+        let good = self.is_good();
+        if self.totals.interrupted {
+            eprintln!("interrupted after {} of {} requests", self.totals.rooms(), self.asked);
+        } else if self.broken.is_none() && self.sent < self.asked {
+            eprintln!("the trace has only {} requests", self.sent);
+        }
+        if self.json {
+            let line = serde_json::to_string(&self.totals)
+                .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
+            say(&format!("{line}\n"));
+        } else {
+            say(&self.totals.table());
+        }
+        match self.broken {
+            Some(e) => Err(e),
+            None if self.totals.interrupted => Ok(ExitCode::from(INTERRUPTED)),
+            None if good => Ok(ExitCode::SUCCESS),
+            None => Ok(ExitCode::FAILURE),
+        }
+    }
 }
 
 /// Replays through the cluster of a service, once it has so many (prefill, decode) workers alive.
+/// Gives nothing if it was interrupted before it began.
 pub(crate) async fn replay(
     service: &str,
     security: Security,
     identity: Identity,
     workers: (usize, usize),
     load: LoadArgs,
-) -> Result<ExitCode> {
+    requests: Requests,
+    interrupt: &mut Interrupt,
+) -> Result<Option<Done>> {
     let config = CoordinatorConfig::new(service, security, identity.clone());
-    let coordinator = Coordinator::connect(config).await?;
-    let cluster = Cluster::wait(&coordinator, workers).await?;
-    let requests = requests(&load, &cluster)?;
-    let rooms = requests.len() as u64;
+    let ready = async {
+        let coordinator = Coordinator::connect(config).await?;
+        let cluster = Cluster::wait(&coordinator, workers).await?;
+        let before = stats(&cluster.serving).await;
+        Ok::<_, Error>((coordinator, cluster, before))
+    };
+    let (coordinator, cluster, before) = tokio::select! {
+        ready = ready => ready?,
+        () = interrupt.came() => return Ok(None),
+    };
+    let fit = Fit::new(&load, &cluster);
     let mut totals = Totals {
         model: cluster.model.clone(),
         engine: cluster.engine.clone(),
         emulated: cluster.engine.contains("emulated"),
-        prompts_cut: requests.iter().filter(|r| r.cut).count() as u64,
+        scale: fit.scale,
         ..Totals::default()
     };
-    let mut progress = Progress::new(rooms, load.json);
+    let mut progress = Progress::new(load.rooms, load.json);
     let begun = Instant::now();
-    let (ends, mut end) = mpsc::channel(load.concurrency.max(1));
-    let dispatch =
-        dispatch(coordinator.clone(), identity, load.clone(), cluster.clone(), requests, ends);
-    let dispatch = tokio::spawn(dispatch);
+    let (ends, mut end) = mpsc::channel(load.concurrency as usize);
+    let asked = load.rooms;
+    let json = load.json;
+    let mut dispatch =
+        Box::pin(dispatch(coordinator, identity, load, cluster.clone(), requests, fit, ends));
+    let mut dispatched = None;
     let mut tick = tokio::time::interval(Duration::from_millis(200));
     loop {
         tokio::select! {
@@ -101,33 +180,59 @@ pub(crate) async fn replay(
                 Some(ended) => count(&mut totals, ended),
                 None => break,
             },
+            done = &mut dispatch, if dispatched.is_none() => dispatched = Some(done),
             _ = tick.tick() => {}
+            () = interrupt.came() => {
+                totals.interrupted = true;
+                break;
+            }
         }
         progress.update(&totals);
     }
-    dispatch
-        .await
-        .map_err(|e| Error::new(ErrorKind::Internal, "the replay has failed").caused_by(e))?;
+    // What still runs is given up: its rooms are aborted, its model servers see it hang up.
+    drop(dispatch);
+    while let Ok(ended) = end.try_recv() {
+        count(&mut totals, ended);
+    }
     totals.finish(begun.elapsed());
-    for serving in &cluster.serving {
-        let stats = legs::send(serving, &LegRequest::Stats, Duration::from_secs(5)).await;
-        match stats {
-            Ok(stats) => {
-                totals.retries += stats.retries;
-                totals.quarantined_blocks += stats.quarantined_blocks;
-            }
-            Err(e) => tracing::warn!(error = %e, "a worker does not say how it is"),
+    let after = tokio::select! {
+        after = stats(&cluster.serving) => after,
+        () = interrupt.came() => BTreeMap::new(),
+    };
+    for (serving, stats) in after {
+        totals.quarantined_blocks += stats.quarantined_blocks;
+        // Of a worker that did not say how it was before, this is not known.
+        if let Some(before) = before.get(&serving) {
+            totals.retries += stats.retries.saturating_sub(before.retries);
         }
     }
     progress.end();
-    if load.json {
-        let line = serde_json::to_string(&totals)
-            .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
-        println!("{line}");
-    } else {
-        print!("{}", totals.table());
+    // Interrupted, those that ended are all there is.
+    let (sent, broken) =
+        dispatched.filter(|_| !totals.interrupted).unwrap_or((totals.rooms(), None));
+    Ok(Some(Done { totals, sent, asked, broken, json }))
+}
+
+/// How the workers are, as far as they say so.
+async fn stats(serving: &[String]) -> BTreeMap<String, LegReply> {
+    let mut asked = JoinSet::new();
+    for serving in serving.iter().cloned() {
+        asked.spawn(async move {
+            let stats = legs::send(&serving, &LegRequest::Stats, Duration::from_secs(5)).await;
+            (serving, stats)
+        });
     }
-    Ok(if totals.is_good(rooms) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let mut said = BTreeMap::new();
+    while let Some(stats) = asked.join_next().await {
+        match stats {
+            Ok((serving, Ok(stats))) => {
+                said.insert(serving, stats);
+            }
+            Ok((_, Err(e))) => tracing::warn!(error = %e, "a worker does not say how it is"),
+            Err(e) => tracing::warn!(error = %e, "a worker could not be asked how it is"),
+        }
+    }
+    said
 }
 
 /// What the requests must fit.
@@ -192,49 +297,53 @@ struct Prompt {
     cut: bool,
 }
 
-/// The requests, scaled and cut to what fits.
-fn requests(load: &LoadArgs, cluster: &Cluster) -> Result<Vec<Prompt>> {
-    let tiny = cluster.model.starts_with("tiny");
-    let page = cluster.layout.page_tokens;
-    let per_token = cluster.layout.block_bytes() as f64 / f64::from(page);
-    let (mean_bytes, max_bytes) = if tiny { (192e3, 1e6) } else { (24e6, f64::MAX) };
-    // The mean prompt of the traces.
-    let scale = load.scale.unwrap_or(mean_bytes / per_token / 12_035.0);
-    if !(scale > 0.0 && scale.is_finite()) {
-        return Err(Error::new(ErrorKind::Config, "the scale must be above 0").with("found", scale));
+/// Scales requests and cuts them to what fits.
+struct Fit {
+    scale: f64,
+    page_tokens: u32,
+    tokens_max: u32,
+}
+
+impl Fit {
+    fn new(load: &LoadArgs, cluster: &Cluster) -> Self {
+        let tiny = cluster.model.starts_with("tiny");
+        let page_tokens = cluster.layout.page_tokens;
+        let per_token = cluster.layout.block_bytes() as f64 / f64::from(page_tokens);
+        let (mean_bytes, max_bytes) = if tiny { (192e3, 1e6) } else { (24e6, f64::MAX) };
+        // The mean prompt of the traces.
+        let scale = load.scale.unwrap_or(mean_bytes / per_token / 12_035.0);
+        let tokens_max = (u64::from(cluster.pool_blocks / 2).max(1) * u64::from(page_tokens))
+            .min((max_bytes / per_token) as u64)
+            .max(1) as u32;
+        Self { scale, page_tokens, tokens_max }
     }
-    let most = (u64::from(cluster.pool_blocks / 2).max(1) * u64::from(page))
-        .min((max_bytes / per_token) as u64)
-        .max(1) as u32;
-    let fit = |request: Request| {
-        let scaled = request.scale(scale);
-        let tokens = scaled.prompt_tokens.min(most);
-        let prefix_tokens = scaled.prefix_tokens.min(tokens) / page * page;
+    fn fit(&self, request: Request) -> Prompt {
+        let scaled = request.scale(self.scale);
+        let tokens = scaled.prompt_tokens.min(self.tokens_max);
+        let prefix_tokens = scaled.prefix_tokens.min(tokens) / self.page_tokens * self.page_tokens;
         Prompt { at_ms: scaled.at_ms, tokens, prefix_tokens, cut: tokens < scaled.prompt_tokens }
-    };
-    let count = load.rooms as usize;
-    let source: Box<dyn Iterator<Item = Result<Request>>> = match &load.trace {
-        Some(file) => Box::new(Trace::open(file)?),
-        None => Box::new(Generator::new(load.seed, Generator::PER_S)?.map(Ok)),
-    };
-    source.take(count).map(|r| r.map(fit)).collect()
+    }
 }
 
 struct Ended {
     took: Duration,
     wanted_abort: bool,
+    prompt: Prompt,
     legs: Result<(LegReply, LegReply)>,
 }
 
+/// Sends the requests and waits for all that were sent; gives their number, and what is wrong with
+/// the first one that could not be read. Dropped, it gives up those that run.
 async fn dispatch(
     coordinator: Coordinator,
     router: Identity,
     load: LoadArgs,
     cluster: Cluster,
-    requests: Vec<Prompt>,
+    mut requests: Requests,
+    fit: Fit,
     ends: mpsc::Sender<Ended>,
-) {
-    let slots = Arc::new(Semaphore::new(load.concurrency.max(1)));
+) -> (u64, Option<Error>) {
+    let slots = Arc::new(Semaphore::new(load.concurrency as usize));
     // Blocks in flight, so that rooms never wait for each other's blocks in a circle.
     let blocks = Arc::new(Semaphore::new(cluster.pool_blocks as usize));
     let begun = Instant::now();
@@ -245,31 +354,46 @@ async fn dispatch(
         dice ^= dice << 17;
         dice >> 11
     };
-    for (number, prompt) in requests.into_iter().enumerate() {
+    let mut running = JoinSet::new();
+    let (mut sent, mut broken) = (0, None);
+    while sent < load.rooms {
+        let prompt = match requests.next() {
+            Some(Ok(request)) => fit.fit(request),
+            Some(Err(e)) => {
+                broken = Some(e);
+                break;
+            }
+            None => break,
+        };
         if let Some(speed) = load.speed {
-            let at = Duration::from_secs_f64(prompt.at_ms as f64 / 1e3 / speed.max(1e-6));
+            let at = Duration::try_from_secs_f64(prompt.at_ms as f64 / 1e3 / speed);
+            let at = at.unwrap_or(Duration::MAX);
             tokio::time::sleep(at.saturating_sub(begun.elapsed())).await;
         }
         let count = cluster.layout.blocks_for(prompt.tokens);
         let (Ok(slot), Ok(space)) =
             (slots.clone().acquire_owned().await, blocks.clone().acquire_many_owned(count).await)
         else {
-            return;
+            break;
         };
         let abort_after = (roll() % 100 < u64::from(load.abort_percent))
             .then(|| Duration::from_micros(roll() % 50_000));
         let (coordinator, router, ends) = (coordinator.clone(), router.clone(), ends.clone());
         let deadline = Duration::from_millis(load.deadline_ms);
-        let request = load.seed.wrapping_mul(1_000_003).wrapping_add(number as u64);
-        tokio::spawn(async move {
+        let request = load.seed.wrapping_mul(1_000_003).wrapping_add(sent);
+        sent += 1;
+        while running.try_join_next().is_some() {}
+        running.spawn(async move {
             let begun = Instant::now();
             let legs =
                 hand_off(&coordinator, &router, &prompt, request, deadline, abort_after).await;
             let wanted_abort = abort_after.is_some();
-            let _ = ends.send(Ended { took: begun.elapsed(), wanted_abort, legs }).await;
+            let _ = ends.send(Ended { took: begun.elapsed(), wanted_abort, prompt, legs }).await;
             drop((slot, space));
         });
     }
+    while running.join_next().await.is_some() {}
+    (sent, broken)
 }
 
 async fn hand_off(
@@ -340,6 +464,7 @@ async fn leg(
 }
 
 fn count(totals: &mut Totals, ended: Ended) {
+    totals.prompts_cut += u64::from(ended.prompt.cut);
     let (prefill, decode) = match ended.legs {
         Ok(legs) => legs,
         Err(e) if ended.wanted_abort && e.kind() == ErrorKind::Aborted => {
@@ -348,7 +473,7 @@ fn count(totals: &mut Totals, ended: Ended) {
         }
         Err(e) => {
             tracing::error!(error = %e, "room has failed");
-            return totals.failed(e.kind(), e.message());
+            return totals.failed(&e.to_refusal());
         }
     };
     totals.pages_verified += decode.pages_verified;
@@ -358,15 +483,18 @@ fn count(totals: &mut Totals, ended: Ended) {
         (Some(Outcome::Done { bytes }), None) => {
             totals.rooms_completed += 1;
             totals.bytes += bytes;
+            totals.prefix_tokens += u64::from(ended.prompt.prefix_tokens);
             totals.handoffs.push(ended.took);
             return;
         }
         (_, Some(why)) => why.clone(),
         (Some(outcome), None) => match outcome.why() {
             Some(why) => why.clone(),
-            None => return totals.failed(ErrorKind::Internal, "no reason"),
+            None => return totals.failed(&Refusal::new(ErrorKind::Internal, "no reason")),
         },
-        (None, None) => return totals.failed(ErrorKind::Internal, "no outcome"),
+        (None, None) => {
+            return totals.failed(&Refusal::new(ErrorKind::Internal, "no outcome"));
+        }
     };
     // An abort that was asked for, told to either leg in whatever state it found it.
     let by_abort =
@@ -374,9 +502,10 @@ fn count(totals: &mut Totals, ended: Ended) {
     if ended.wanted_abort && by_abort {
         totals.rooms_aborted += 1;
     } else {
-        let other = prefill.error.as_ref().map_or(String::new(), |e| format!(" / prefill: {e}"));
-        tracing::error!(%why, %other, "room has failed");
-        totals.failed(why.kind, &why.text);
+        // Left out of the line if there is none.
+        let prefill = prefill.error.as_ref().map(tracing::field::display);
+        tracing::error!(%why, prefill, "room has failed");
+        totals.failed(&why);
     }
 }
 

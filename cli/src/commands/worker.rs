@@ -10,8 +10,10 @@ use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
 use kvlane_transport::engine::tcp::TcpConfig;
 use kvlane_transport::quic::load_reset_key;
 
+use super::values::host_port;
 use super::{EndArgs, SecurityArgs, say_ready};
 use crate::load::models;
+use crate::memory;
 use crate::standin::{self, Server};
 
 /// Which side of a hand-off.
@@ -39,19 +41,24 @@ impl EngineName {
     }
 }
 
+/// How long a worker may take to register at its start.
+const REGISTERED: Duration = Duration::from_secs(30);
+/// Largest pool that a flag may name: a PiB. What there is of memory is looked at later.
+pub(super) const POOL_MIB_MAX: u64 = 1 << 30;
+
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Which side
     #[arg(long)]
     role: Side,
     /// Name of the instance, with --insecure
-    #[arg(long, default_value = "w0")]
+    #[arg(long, default_value = "w0", conflicts_with = "certs")]
     name: String,
     /// Rank in the instance, with --insecure
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, conflicts_with = "certs")]
     rank: u32,
     /// host:port of the bootstrap service
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = host_port)]
     service: Option<String>,
     /// Model whose geometry the pool has
     #[arg(long, default_value = "llama-3.1-8b")]
@@ -60,15 +67,15 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = models::PAGE_TOKENS)]
     page_tokens: u32,
     /// Size of the pool
-    #[arg(long, default_value_t = 384)]
+    #[arg(long, default_value_t = 384, value_parser = clap::value_parser!(u64).range(1..=POOL_MIB_MAX))]
     pool_mib: u64,
     /// Where its QUIC endpoint listens
     #[arg(long, default_value = "127.0.0.1:0")]
     listen: SocketAddr,
     /// host:port that peers dial, if it is not where it listens
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = host_port)]
     advertise: Option<String>,
-    /// Where the stand-in takes requests; plain JSON lines, so keep it on loopback
+    /// Where the stand-in takes requests; plain JSON lines, so only where every host is trusted
     #[arg(long, default_value = "127.0.0.1:0")]
     serving: SocketAddr,
     /// Data plane
@@ -153,6 +160,17 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         .with("blocks", blocks)
         .hint("change --pool-mib"));
     }
+    memory::check_mib(args.pool_mib)?;
+    if args.service.is_none() {
+        tracing::warn!("no --service: nobody will find this worker");
+    }
+    if !args.listen.ip().is_loopback() && args.serving.ip().is_loopback() {
+        tracing::warn!(
+            listen = %args.listen,
+            serving = %args.serving,
+            "--serving is on loopback: routers on other hosts cannot reach the model server"
+        );
+    }
     let pool = Pool::own(layout, blocks as u32)?;
     let data = args.data.unwrap_or(args.listen.ip());
     let engine = match args.engine {
@@ -178,8 +196,9 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         Side::Prefill => standin::Worker::Prefill(PrefillWorker::start(config)?),
         Side::Decode => standin::Worker::Decode(DecodeWorker::start(config)?),
     };
-    if args.service.is_some() {
-        worker.registered(Duration::from_secs(30)).await?;
+    if let Some(service) = &args.service {
+        let registered = worker.registered(REGISTERED).await;
+        registered.map_err(|e| e.with("service", service))?;
     }
     #[cfg(feature = "fault-injection")]
     if kvlane_actors::faults::reached("registered") {

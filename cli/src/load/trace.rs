@@ -63,6 +63,25 @@ impl Request {
     }
 }
 
+/// Requests as they are asked for, one after another.
+pub(crate) type Requests = Box<dyn Iterator<Item = Result<Request>> + Send>;
+
+/// The requests of a trace file. The first one is read here, so that a wrong file is refused before
+/// anything is started for it.
+///
+/// # Errors
+/// As [`Trace::open`]; the first request's error; [`ErrorKind::Config`] if there is none.
+pub(crate) fn from_file(path: &Path) -> Result<Requests> {
+    let mut trace = Trace::open(path)?;
+    let Some(first) = trace.next() else {
+        return Err(Error::new(ErrorKind::Config, "the trace has no requests")
+            .with("file", path.display())
+            .hint("give --trace a file with requests, or leave it out to generate them"));
+    };
+    let first = first?;
+    Ok(Box::new(std::iter::once(Ok(first)).chain(trace)))
+}
+
 /// The requests of a trace file.
 pub(crate) struct Trace<R> {
     name: String,
@@ -91,6 +110,7 @@ impl Trace<BufReader<File>> {
         let file = File::open(path).map_err(|e| {
             Error::new(ErrorKind::Io, "cannot open the trace")
                 .with("file", path.display())
+                .hint("give --trace a file that exists and can be read")
                 .caused_by(e)
         })?;
         Ok(Self::new(path.display().to_string(), BufReader::with_capacity(1 << 16, file)))
@@ -205,6 +225,7 @@ impl<R: BufRead> Trace<R> {
         let row: Value = serde_json::from_str(line).map_err(|e| {
             Error::new(ErrorKind::Malformed, "line is not JSON")
                 .with("value", shorten(line))
+                .hint("a Mooncake trace has one whole JSON object on each line")
                 .caused_by(e)
         })?;
         let tokens = |names: &[&'static str]| match one_of(&row, names)? {
@@ -320,7 +341,9 @@ fn tokens_error(field: &'static str, value: &str) -> Error {
 }
 
 fn missing(field: &'static str) -> Error {
-    Error::new(ErrorKind::Malformed, "field is missing in trace").with("field", field)
+    Error::new(ErrorKind::Malformed, "field is missing in trace")
+        .with("field", field)
+        .hint("each line needs timestamp (or delay), input_length and output_length")
 }
 
 fn shorten(text: &str) -> String {
@@ -675,6 +698,8 @@ mod tests {
         let mut binary = Trace::new("x", &b"{\xff}\n{}"[..]);
         assert_eq!(binary.next().unwrap().unwrap_err().kind(), ErrorKind::Malformed);
         assert!(binary.next().is_none());
+        let e = from_file(Path::new("/dev/null")).err().unwrap();
+        assert!(e.to_string().contains("no requests (file=/dev/null)"), "{e}");
         let e = Trace::open(Path::new("/nonexistent/trace")).err().unwrap();
         assert!(e.to_string().contains("file=/nonexistent/trace"), "{e}");
     }

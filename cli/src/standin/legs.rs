@@ -86,9 +86,11 @@ pub(crate) async fn send(serving: &str, leg: &LegRequest, wait: Duration) -> Res
     let failed =
         |why: &str| Error::new(ErrorKind::PeerLost, why.to_string()).with("serving", serving);
     let asked = async {
-        let stream = TcpStream::connect(serving)
-            .await
-            .map_err(|e| failed("the model server cannot be reached").caused_by(e))?;
+        let stream = TcpStream::connect(serving).await.map_err(|e| {
+            failed("the model server cannot be reached")
+                .hint("start the worker with --serving on an address that the router reaches")
+                .caused_by(e)
+        })?;
         let mut stream = BufReader::new(stream);
         let mut line = serde_json::to_vec(leg)
             .map_err(|e| Error::new(ErrorKind::Internal, "cannot write a leg").caused_by(e))?;
@@ -96,7 +98,9 @@ pub(crate) async fn send(serving: &str, leg: &LegRequest, wait: Duration) -> Res
         let io = |e| failed("the model server has gone").caused_by(e);
         stream.get_mut().write_all(&line).await.map_err(io)?;
         let Some(line) = read_line(&mut stream).await? else {
-            return Err(failed("the model server ended without an answer"));
+            return Err(failed("the model server ended without an answer").hint(
+                "look at the worker's log: it has ended, or has too many requests at a time",
+            ));
         };
         serde_json::from_slice(&line)
             .map_err(|e| Error::new(ErrorKind::Malformed, "bad answer of a leg").caused_by(e))

@@ -30,7 +30,7 @@ impl Server {
         let failed = |e| {
             Error::new(ErrorKind::Io, "cannot listen for requests")
                 .with("address", address)
-                .hint("choose another port with --serving")
+                .hint("give --serving an address of this host and a port that is free")
                 .caused_by(e)
         };
         let listener = TcpListener::bind(address).await.map_err(failed)?;

@@ -101,7 +101,8 @@ fn sign(ca_dir: &Path, out_dir: &Path, identity: &Identity, valid_days: u32) -> 
     if valid_days == 0 || valid_days > VALID_DAYS_MAX {
         return Err(Error::new(ErrorKind::Config, "certificate life is out of range")
             .with("asked_days", valid_days)
-            .with("expected", format!("1 to {VALID_DAYS_MAX}")));
+            .with("expected", format!("1 to {VALID_DAYS_MAX}"))
+            .hint("give --days in that range; certificates can be renewed at any time"));
     }
     let (ca_pem, cluster, issuer) = load_ca(ca_dir)?;
     if cluster != identity.cluster {

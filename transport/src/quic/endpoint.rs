@@ -17,7 +17,7 @@ use kvlane_proto::limits::{self, HELLO_FRAME_BYTES_MAX};
 use kvlane_proto::msg::{Greeting, Hello, Purpose, Welcome};
 use kvlane_proto::{Error, ErrorKind, Identity, Result, WorkerKey};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{Connection, Incoming, VarInt};
+use quinn::{Connection, ConnectionError, Incoming, VarInt};
 use rustls::pki_types::CertificateDer;
 use tokio::net::TcpListener;
 use tokio::sync::{Mutex, mpsc};
@@ -291,10 +291,23 @@ fn spawn_desk(desk: Arc<Desk>, listener: TcpListener) -> AbortHandle {
 }
 
 fn cannot_listen(listen: SocketAddr, e: std::io::Error) -> Error {
+    let fix = match e.kind() {
+        std::io::ErrorKind::AddrNotAvailable => "choose an address of this host",
+        std::io::ErrorKind::PermissionDenied => "choose a port above 1023",
+        _ => "choose another port, or end the process that holds it",
+    };
     Error::new(ErrorKind::Io, "address cannot be listened on")
         .with("listen", listen)
-        .hint("choose another port, or end the process that holds it")
+        .hint(fix)
         .caused_by(e)
+}
+
+/// What a connection's end means, and what to do if certificates are why.
+fn lost_with_hint(reason: &ConnectionError) -> Error {
+    match tls::fix_of(reason) {
+        Some(fix) => lost(reason).hint(fix),
+        None => lost(reason),
+    }
 }
 
 fn open_socket(
@@ -390,7 +403,7 @@ impl Shared {
             };
             last = match timeout(share, connecting).await {
                 Ok(Ok(connection)) => return Ok(connection),
-                Ok(Err(e)) => lost(&e),
+                Ok(Err(e)) => lost_with_hint(&e),
                 Err(_) => Error::new(ErrorKind::DeadlineExceeded, "no answer")
                     .with("limit_ms", share.as_millis())
                     .hint("is the process up, and UDP let through to this port?"),
@@ -424,7 +437,7 @@ impl Shared {
         };
         // A peer that refuses our certificate says so by closing, after the handshake here.
         let answer = answer.await.map_err(|e| match connection.close_reason() {
-            Some(reason) if e.kind() == ErrorKind::Io => lost(&reason),
+            Some(reason) if e.kind() == ErrorKind::Io => lost_with_hint(&reason),
             _ => e,
         })?;
         let welcome = match answer {
@@ -487,7 +500,7 @@ impl Shared {
         let connecting = incoming.accept().map_err(|e| lost(&e))?;
         let connection = connecting.await.map_err(|e| {
             count_refusal("tls");
-            lost(&e)
+            lost_with_hint(&e)
         })?;
         let open = CloseOnDrop(Some(connection.clone()));
         let certificate = self.certificate_of(&connection).inspect_err(|e| {

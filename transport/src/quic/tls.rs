@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvlane_proto::{Error, ErrorKind, Identity, Result};
+use quinn::ConnectionError;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
@@ -120,6 +121,42 @@ fn provider() -> Arc<CryptoProvider> {
 
 fn tls_failed(e: rustls::Error) -> Error {
     Error::new(ErrorKind::Config, "TLS cannot be set up").caused_by(e)
+}
+
+/// What to do about a handshake that failed over certificates, by its TLS alert (RFC 8446, 6.2).
+pub(super) fn fix_of(reason: &ConnectionError) -> Option<&'static str> {
+    const EXPIRED: u64 = 45;
+    const UNKNOWN_CA: u64 = 48;
+    // What comes instead if the two authorities have one name.
+    const DECRYPT_ERROR: u64 = 51;
+    const CERTIFICATE_REQUIRED: u64 = 116;
+    let (code, by_peer) = match reason {
+        ConnectionError::ConnectionClosed(close) => (close.error_code, true),
+        ConnectionError::TransportError(e) => (e.code, false),
+        _ => return None,
+    };
+    // QUIC adds 0x100 to alerts (RFC 9001, 4.8).
+    match (u64::from(code).checked_sub(0x100)?, by_peer) {
+        (CERTIFICATE_REQUIRED, true) => {
+            Some("this service wants certificates: give --certs instead of --insecure")
+        }
+        (CERTIFICATE_REQUIRED, false) => {
+            Some("the other side has no certificate: start it with --certs instead of --insecure")
+        }
+        (UNKNOWN_CA | DECRYPT_ERROR, true) => Some(
+            "this side's certificate is of another authority, or this side was started with \
+             --insecure: use certificates issued by one CA",
+        ),
+        (UNKNOWN_CA | DECRYPT_ERROR, false) => Some(
+            "the other side's certificate is of another authority, or it was started with \
+             --insecure: use certificates issued by one CA",
+        ),
+        (EXPIRED, true) => Some("this certificate has expired: renew it with `kvlane ca renew`"),
+        (EXPIRED, false) => {
+            Some("the other side's certificate has expired: renew it with `kvlane ca renew`")
+        }
+        _ => None,
+    }
 }
 
 /// Reads a file that ought to be small.
@@ -416,5 +453,30 @@ impl ServerCertVerifier for Anybody {
     }
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn closed(code: quinn::TransportErrorCode) -> ConnectionError {
+        ConnectionError::ConnectionClosed(quinn::ConnectionClose {
+            error_code: code,
+            frame_type: None,
+            reason: Vec::new().into(),
+        })
+    }
+
+    #[test]
+    fn failed_handshakes_say_what_to_do() {
+        let fix = |alert| fix_of(&closed(quinn::TransportErrorCode::crypto(alert)));
+        assert!(fix(116).is_some_and(|f| f.contains("give --certs instead of --insecure")));
+        assert!(fix(48).is_some_and(|f| f.contains("issued by one CA")));
+        assert_eq!(fix(48), fix(51));
+        assert!(fix(45).is_some_and(|f| f.contains("kvlane ca renew")));
+        assert_eq!(fix(80), None);
+        assert_eq!(fix_of(&closed(quinn::TransportErrorCode::NO_ERROR)), None);
+        assert_eq!(fix_of(&ConnectionError::TimedOut), None);
     }
 }
