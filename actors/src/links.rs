@@ -48,11 +48,34 @@ pub(crate) struct Links {
     links: BTreeMap<LinkId, Entry>,
     by_peer: HashMap<Identity, LinkId>,
     next: u64,
+    told: Told,
+}
+
+/// What was said of lost links: a peer that comes and goes must not fill the log.
+#[derive(Default)]
+struct Told {
+    last: Option<Time>,
+    left_out: u64,
+}
+
+impl Told {
+    const EVERY_MS: u64 = 200;
+
+    fn warn(&mut self, now: Time, peer: &WorkerKey, why: &Refusal) {
+        if self.last.is_some_and(|last| now.ms_since(last) < Self::EVERY_MS) {
+            self.left_out += 1;
+            return;
+        }
+        self.last = Some(now);
+        let left_out = std::mem::take(&mut self.left_out);
+        tracing::warn!(%peer, %why, left_out, "link is lost");
+    }
 }
 
 impl Links {
     pub(crate) fn new(config: LinkConfig, engine: Rc<Commands>, caps: Caps) -> Self {
-        Self { config, engine, caps, links: BTreeMap::new(), by_peer: HashMap::new(), next: 0 }
+        let (links, by_peer) = (BTreeMap::new(), HashMap::new());
+        Self { config, engine, caps, links, by_peer, next: 0, told: Told::default() }
     }
 
     /// Takes a session. An older link with the same worker is over: either it restarted, or it
@@ -185,10 +208,8 @@ impl Links {
                 Output::Lost(why) => {
                     let peer = entry.machine.peer().clone();
                     let was_up = entry.up;
-                    // A peer that comes and goes must not fill the log: one that never was up is
-                    // told of in the rooms that it costs.
+                    self.told.warn(now, &peer, &why);
                     if was_up {
-                        tracing::warn!(%peer, %why, "link is lost");
                         metrics::gauge!("kvlane_links").decrement(1);
                     }
                     metrics::counter!("kvlane_links_lost_total", "why" => why.kind.code())
