@@ -1,6 +1,7 @@
 //! The decode worker: lends blocks to rooms and gives them back with the proof.
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
@@ -12,26 +13,22 @@ use kvlane_proto::msg::Purpose;
 use kvlane_proto::msg::call::Call;
 use kvlane_proto::msg::service::{Load, WorkerAddress};
 use kvlane_proto::{
-    Blame, BlockList, Error, ErrorKind, GrantId, Identity, Layout, Outcome, Refusal, Result, Role,
-    RoomId, Span, Time,
+    Blame, BlockList, Error, ErrorKind, GrantId, Identity, Outcome, Result, Role, RoomId, Span,
+    Time,
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::{Command, EngineEvent, FenceHow, FenceProof, OpenGrant, Pull};
 use kvlane_transport::memory::{Lent, Quarantine};
 use kvlane_transport::quic::Session;
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::oneshot;
 
+use crate::handle::{WorkerHandle, gone};
 use crate::links::News;
-use crate::runtime::{self, About, Parts, Stop, WorkerConfig, WorkerEnd};
-use crate::shell::{Drain, Shell, Side, Worker};
+use crate::runtime::{self, Parts, WorkerConfig};
+use crate::shell::{Shell, Side, Worker};
 
 /// The actor of a decode worker.
 type DecodeActor = Worker<Rooms>;
-
-/// Calls of one handle that may wait for the actor.
-const CALLS_MAX: usize = 1024;
-/// How long the actor may take to answer a call of its own process.
-const CALL_MS: u64 = 5_000;
 
 /// Starts decode workers.
 #[derive(Debug)]
@@ -46,12 +43,8 @@ impl DecodeWorker {
         let ledger = Arc::new(Quarantine::default());
         let mine = ledger.clone();
         let running = runtime::start(config, Role::Decode, move |parts| actor(parts, ledger))?;
-        Ok(DecodeHandle {
-            actor: running.actor,
-            about: running.about,
-            room: Arc::new(Semaphore::new(CALLS_MAX)),
-            ledger: mine,
-        })
+        let actor = running.actor.clone();
+        Ok(DecodeHandle { actor, worker: WorkerHandle::new(running), ledger: mine })
     }
 }
 
@@ -70,13 +63,11 @@ pub struct LendRequest {
     pub deadline: Duration,
 }
 
-/// A decode worker as its serving engine sees it. Clones are cheap; async methods need a tokio
-/// runtime, any.
+/// A decode worker as its serving engine sees it, and what every [`WorkerHandle`] can do.
 #[derive(Clone)]
 pub struct DecodeHandle {
     actor: Addr<DecodeActor>,
-    about: About,
-    room: Arc<Semaphore>,
+    worker: WorkerHandle,
     ledger: Arc<Quarantine>,
 }
 
@@ -98,7 +89,7 @@ impl DecodeHandle {
         let room = request.room;
         // Whatever ends this early: if the worker has not begun, it never will.
         let _cancel = Cancel(claim.clone());
-        match self.ask(LendIn(request, claim.clone())).await {
+        match self.worker.asked(self.actor.send(LendIn(request, claim.clone()))).await {
             Ok(answer) => answer,
             Err(e) if claim.cancel() => Err(e),
             Err(e) => Err(Error::new(
@@ -115,83 +106,20 @@ impl DecodeHandle {
     /// # Errors
     /// If the worker has ended.
     pub async fn abort(&self, room: RoomId, why: &str) -> Result<()> {
-        self.ask(AbortIn { room, why: why.to_string() }).await
-    }
-    /// Takes no new rooms from here on; rooms that have begun go on.
-    ///
-    /// # Errors
-    /// If the worker has ended.
-    pub async fn drain(&self) -> Result<()> {
-        self.ask(Drain).await
-    }
-    /// Ends the worker. Rooms that still run are lost, and their blocks with them: drain first.
-    pub async fn stop(&self) -> WorkerEnd {
-        let why = Refusal::new(ErrorKind::Draining, "the decode worker stops");
-        let _ = self.ask(Stop(why)).await;
-        self.about.ended().await
-    }
-    /// Waits for the worker's end.
-    pub async fn ended(&self) -> WorkerEnd {
-        self.about.ended().await
-    }
-    /// Waits until the worker is registered at the service.
-    ///
-    /// # Errors
-    /// [`ErrorKind::DeadlineExceeded`] after `wait`.
-    pub async fn registered(&self, wait: Duration) -> Result<()> {
-        self.about.registered(wait).await
-    }
-    /// Who this start of the worker is and where it listens.
-    pub fn address(&self) -> &WorkerAddress {
-        &self.about.address
-    }
-    /// Geometry of its pool.
-    pub fn layout(&self) -> &Layout {
-        &self.about.layout
-    }
-    /// How busy it is; O(1).
-    pub fn load(&self) -> Load {
-        *self.about.load.borrow()
-    }
-    /// Follows how busy it is.
-    pub fn loads(&self) -> watch::Receiver<Load> {
-        self.about.load.clone()
+        let why = why.to_string();
+        self.worker.asked(self.actor.send(AbortIn { room, why })).await
     }
     /// Blocks that are withheld because their owner dropped them or nothing proves them quiet.
     pub fn quarantine(&self) -> &Quarantine {
         &self.ledger
     }
+}
 
-    async fn ask<M>(&self, message: M) -> Result<M::Result>
-    where
-        M: Message + Send + 'static,
-        M::Result: Send,
-        DecodeActor: Handler<M>,
-    {
-        ask(&self.actor, &self.room, message).await
+impl Deref for DecodeHandle {
+    type Target = WorkerHandle;
+    fn deref(&self) -> &WorkerHandle {
+        &self.worker
     }
-}
-
-/// Asks an actor, with a bound on how many ask at a time and a deadline.
-pub(crate) async fn ask<A, M>(actor: &Addr<A>, room: &Semaphore, message: M) -> Result<M::Result>
-where
-    A: Actor<Context = Context<A>> + Handler<M>,
-    M: Message + Send + 'static,
-    M::Result: Send,
-{
-    let asked = async {
-        let _permit = room.acquire().await.map_err(|_| gone())?;
-        actor.send(message).await.map_err(|_| gone())
-    };
-    tokio::time::timeout(Duration::from_millis(CALL_MS), asked).await.unwrap_or_else(|_| {
-        Err(Error::new(ErrorKind::DeadlineExceeded, "the worker did not answer in time")
-            .with("limit_ms", CALL_MS))
-    })
-}
-
-fn gone() -> Error {
-    Error::new(ErrorKind::Internal, "the worker has ended")
-        .hint("see why in `ended()`, and start it again")
 }
 
 /// Whether blocks are the caller's or the worker's: decided once.

@@ -28,6 +28,7 @@ mod decode;
 mod engine;
 #[cfg(feature = "fault-injection")]
 pub mod faults;
+mod handle;
 mod hooks;
 mod links;
 mod pool;
@@ -37,6 +38,7 @@ mod shell;
 
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
 pub use engine::EngineChoice;
+pub use handle::WorkerHandle;
 pub use pool::Pool;
 pub use prefill::{AttachRequest, ChunkRequest, PrefillHandle, PrefillWorker, Ready, Sending};
 pub use runtime::{WorkerConfig, WorkerEnd};

@@ -1,36 +1,32 @@
 //! The prefill worker: sends the pages of rooms as they become ready.
 
 use std::collections::HashMap;
-use std::ops::Range;
-use std::sync::Arc;
+use std::ops::{Deref, Range};
 use std::time::Duration;
 
 use actix::prelude::*;
 use kvlane_proto::decode::CallId;
 use kvlane_proto::link::LinkConfig;
 use kvlane_proto::msg::call::{Call, Reply};
-use kvlane_proto::msg::service::{Load, WorkerAddress};
+use kvlane_proto::msg::service::Load;
 use kvlane_proto::prefill::{Chunk, Event, Output, Prefill, PrefillConfig};
 use kvlane_proto::{
-    Blame, BlockList, Error, ErrorKind, Identity, Layout, Outcome, PartPages, Refusal, Result,
-    Role, RoomId, Span, Time,
+    Blame, BlockList, Error, ErrorKind, Identity, Outcome, PartPages, Refusal, Result, Role,
+    RoomId, Span, Time,
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::{Command, EngineEvent, Post, Quiesced};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use crate::calls::not_here;
-use crate::decode::ask;
+use crate::handle::{WorkerHandle, gone};
 use crate::links::News;
 use crate::pool::Pool;
-use crate::runtime::{self, About, Parts, Stop, WorkerConfig, WorkerEnd};
-use crate::shell::{Drain, Shell, Side, Worker};
+use crate::runtime::{self, Parts, WorkerConfig};
+use crate::shell::{Shell, Side, Worker};
 
 /// The actor of a prefill worker.
 type PrefillActor = Worker<Rooms>;
-
-/// Calls of one handle that may wait for the actor.
-const CALLS_MAX: usize = 1024;
 
 /// Starts prefill workers.
 #[derive(Debug)]
@@ -45,12 +41,8 @@ impl PrefillWorker {
         let retries = watch::Sender::new(0);
         let seen = retries.subscribe();
         let running = runtime::start(config, Role::Prefill, move |parts| actor(parts, retries))?;
-        Ok(PrefillHandle {
-            actor: running.actor,
-            about: running.about,
-            room: Arc::new(Semaphore::new(CALLS_MAX)),
-            retries: seen,
-        })
+        let actor = running.actor.clone();
+        Ok(PrefillHandle { actor, worker: WorkerHandle::new(running), retries: seen })
     }
 }
 
@@ -94,13 +86,11 @@ pub struct ChunkRequest {
     pub ready: Ready,
 }
 
-/// A prefill worker as its serving engine sees it. Clones are cheap; async methods need a tokio
-/// runtime, any.
-#[derive(Clone)]
+/// A prefill worker as its serving engine sees it, and what every [`WorkerHandle`] can do.
+#[derive(Clone, Debug)]
 pub struct PrefillHandle {
     actor: Addr<PrefillActor>,
-    about: About,
-    room: Arc<Semaphore>,
+    worker: WorkerHandle,
     retries: watch::Receiver<u64>,
 }
 
@@ -112,53 +102,19 @@ impl PrefillHandle {
     /// legs disagree, [`ErrorKind::NeverFits`], [`ErrorKind::Busy`], [`ErrorKind::Draining`].
     pub async fn attach(&self, request: AttachRequest) -> Result<Sending> {
         let room = request.room;
-        let ears = ask(&self.actor, &self.room, AttachIn(request)).await??;
+        let ears = self.worker.asked(self.actor.send(AttachIn(request))).await??;
         Ok(Sending { room, handle: self.clone(), ears })
-    }
-    /// Takes no new rooms from here on; rooms that have begun go on.
-    ///
-    /// # Errors
-    /// If the worker has ended.
-    pub async fn drain(&self) -> Result<()> {
-        ask(&self.actor, &self.room, Drain).await
-    }
-    /// Ends the worker. Rooms that still run are lost: drain first.
-    pub async fn stop(&self) -> WorkerEnd {
-        let why =
-            Refusal::new(ErrorKind::Draining, "the prefill worker stops").blamed(Blame::Prefill);
-        let _ = ask(&self.actor, &self.room, Stop(why)).await;
-        self.about.ended().await
-    }
-    /// Waits for the worker's end.
-    pub async fn ended(&self) -> WorkerEnd {
-        self.about.ended().await
-    }
-    /// Waits until the worker is registered at the service.
-    ///
-    /// # Errors
-    /// [`ErrorKind::DeadlineExceeded`] after `wait`.
-    pub async fn registered(&self, wait: Duration) -> Result<()> {
-        self.about.registered(wait).await
-    }
-    /// Who this start of the worker is and where it listens.
-    pub fn address(&self) -> &WorkerAddress {
-        &self.about.address
-    }
-    /// Geometry of its pool.
-    pub fn layout(&self) -> &Layout {
-        &self.about.layout
-    }
-    /// How busy it is; O(1).
-    pub fn load(&self) -> Load {
-        *self.about.load.borrow()
-    }
-    /// Follows how busy it is.
-    pub fn loads(&self) -> watch::Receiver<Load> {
-        self.about.load.clone()
     }
     /// Parts that were sent again; O(1).
     pub fn retries(&self) -> u64 {
         *self.retries.borrow()
+    }
+}
+
+impl Deref for PrefillHandle {
+    type Target = WorkerHandle;
+    fn deref(&self) -> &WorkerHandle {
+        &self.worker
     }
 }
 
@@ -176,12 +132,6 @@ pub struct Sending {
     room: RoomId,
     handle: PrefillHandle,
     ears: Ears,
-}
-
-impl std::fmt::Debug for PrefillHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("PrefillHandle").field(&self.about.address.key).finish()
-    }
 }
 
 impl Sending {
@@ -222,14 +172,14 @@ impl Sending {
         }
         let ChunkRequest { tokens, layers, blocks, .. } = chunk;
         let chunk = Chunk { room: self.room, tokens, layers, blocks };
-        ask(&self.handle.actor, &self.handle.room, ChunkIn(chunk)).await?
+        self.handle.worker.asked(self.handle.actor.send(ChunkIn(chunk))).await?
     }
     /// Says that every page was declared. If some was not, the room fails as incomplete.
     ///
     /// # Errors
     /// If the worker has ended.
     pub async fn finish(&self) -> Result<()> {
-        ask(&self.handle.actor, &self.handle.room, FinishIn(self.room)).await
+        self.handle.worker.asked(self.handle.actor.send(FinishIn(self.room))).await
     }
     /// Ends the room from this side.
     ///
@@ -237,7 +187,7 @@ impl Sending {
     /// If the worker has ended.
     pub async fn abort(&self, why: &str) -> Result<()> {
         let why = why.to_string();
-        ask(&self.handle.actor, &self.handle.room, AbortIn { room: self.room, why }).await
+        self.handle.worker.asked(self.handle.actor.send(AbortIn { room: self.room, why })).await
     }
     /// Waits until the source blocks may change: nothing that reads them is posted any more.
     ///
@@ -264,11 +214,6 @@ impl Sending {
     pub fn poll(&self) -> Option<Outcome> {
         self.ears.ended.borrow().clone()
     }
-}
-
-fn gone() -> Error {
-    Error::new(ErrorKind::Internal, "the worker has ended")
-        .hint("see why in `ended()`, and start it again")
 }
 
 // ---- the actor ----------------------------------------------------------------------------

@@ -11,11 +11,10 @@ pub(crate) mod legs;
 mod prefill;
 mod server;
 
+use std::ops::Deref;
 use std::sync::Arc;
 
-use kvlane_actors::{DecodeHandle, Pool, PrefillHandle, WorkerEnd};
-use kvlane_proto::Result;
-use kvlane_proto::msg::service::{Load, WorkerAddress};
+use kvlane_actors::{DecodeHandle, Pool, PrefillHandle, WorkerHandle};
 
 pub(crate) use server::Server;
 
@@ -26,37 +25,19 @@ pub(crate) enum Worker {
     Decode(DecodeHandle),
 }
 
-macro_rules! either {
-    ($self:ident, $w:ident => $e:expr) => {
-        match $self {
-            Worker::Prefill($w) => $e,
-            Worker::Decode($w) => $e,
+impl Deref for Worker {
+    type Target = WorkerHandle;
+    fn deref(&self) -> &WorkerHandle {
+        match self {
+            Self::Prefill(handle) => handle,
+            Self::Decode(handle) => handle,
         }
-    };
+    }
 }
 
 impl Worker {
-    pub(crate) fn address(&self) -> &WorkerAddress {
-        either!(self, w => w.address())
-    }
-    pub(crate) fn load(&self) -> Load {
-        either!(self, w => w.load())
-    }
-    pub(crate) async fn registered(&self, wait: std::time::Duration) -> Result<()> {
-        either!(self, w => w.registered(wait).await)
-    }
-    pub(crate) async fn drain(&self) -> Result<()> {
-        either!(self, w => w.drain().await)
-    }
     pub(crate) async fn idle(&self) {
-        let mut loads = either!(self, w => w.loads());
-        let _ = loads.wait_for(|l| l.rooms == 0).await;
-    }
-    pub(crate) async fn stop(&self) -> WorkerEnd {
-        either!(self, w => w.stop().await)
-    }
-    pub(crate) async fn ended(&self) -> WorkerEnd {
-        either!(self, w => w.ended().await)
+        let _ = self.loads().wait_for(|l| l.rooms == 0).await;
     }
 }
 
