@@ -610,7 +610,7 @@ impl<Q> Prefill<Q> {
     ) -> Result<Option<(Slot, bool)>> {
         let room = offer.room;
         if let Some(past) = self.ended.get(&room) {
-            return Err(past.refusal(room));
+            return Err(past.reason(room));
         }
         if room > RoomId::MAX || offer.grant == GrantId::NONE {
             return Err(Error::new(ErrorKind::Malformed, "bad room or grant number")
@@ -623,7 +623,7 @@ impl<Q> Prefill<Q> {
         };
         let peer = link.peer.identity.clone();
         if let Some(past) = self.early.get(&peer).and_then(|m| m.get(&room)) {
-            return Err(past.refusal(room));
+            return Err(past.reason(room));
         }
         let range = offer.span.blocks(&self.config.layout)?;
         let grid = Grid::new(&self.config.layout, range.end - range.start, link.part_bytes)?;
@@ -1322,6 +1322,13 @@ fn lengths_differ(prefill_tokens: u32, decode_tokens: u32) -> Error {
 }
 
 impl Past {
+    /// What a decode that comes too late is told: why the room failed, if it did.
+    fn reason(&self, room: RoomId) -> Error {
+        match &self.outcome {
+            Outcome::Failed { why, .. } => why.clone().into(),
+            _ => self.refusal(room),
+        }
+    }
     fn refusal(&self, room: RoomId) -> Error {
         Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
             .with("room", room)

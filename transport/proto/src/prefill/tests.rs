@@ -292,3 +292,18 @@ fn a_decode_that_never_decides_holds_a_room_little_longer_than_its_deadline() {
     assert!(out.iter().any(unknown), "{out:?}");
     assert_eq!(m.active(), 0);
 }
+
+#[test]
+fn an_offer_that_comes_after_the_prefill_gave_up_is_told_why() {
+    let mut m = worker(DataPath::ReceiverCopies);
+    attach(&mut m, at(0));
+    m.handle_event(at(1), Event::Finish { room: ROOM });
+    outputs(&mut m);
+    offer(&mut m, at(2), at(0));
+    let out = outputs(&mut m);
+    let told = out.iter().find_map(|o| match o {
+        Output::Send { msg: PeerMsg::Abort { why, .. }, .. } => Some(why.kind),
+        _ => None,
+    });
+    assert_eq!(told, Some(ErrorKind::Incomplete), "{out:?}");
+}
