@@ -21,6 +21,10 @@ pub enum Dtype {
     Fp8E4m3,
     /// fp8 e5m2, 1 byte.
     Fp8E5m2,
+    /// IEEE single, 4 bytes; states are often kept in it.
+    Fp32,
+    /// Bytes that nobody interprets.
+    U8,
 }
 
 impl Dtype {
@@ -28,7 +32,8 @@ impl Dtype {
     pub const fn bytes(self) -> u32 {
         match self {
             Self::Bf16 | Self::Fp16 => 2,
-            Self::Fp8E4m3 | Self::Fp8E5m2 => 1,
+            Self::Fp8E4m3 | Self::Fp8E5m2 | Self::U8 => 1,
+            Self::Fp32 => 4,
         }
     }
 }
@@ -40,6 +45,8 @@ impl fmt::Display for Dtype {
             Self::Fp16 => "fp16",
             Self::Fp8E4m3 => "fp8_e4m3",
             Self::Fp8E5m2 => "fp8_e5m2",
+            Self::Fp32 => "fp32",
+            Self::U8 => "u8",
         })
     }
 }
@@ -53,21 +60,43 @@ pub enum Order {
     Hnd,
 }
 
-/// What one layer keeps per token.
+/// What one layer keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum KvKind {
     /// K and V in slabs of their own: two pages a block and layer.
     Split,
+    /// K and V of a block side by side: two pages a block and layer as well.
+    Packed,
     /// One MLA latent, the same on every rank: one page a block and layer.
     Mla,
+    /// Not tokens but a fixed number of rows a request: state of recurrent layers, auxiliary
+    /// outputs. A block is one row, a page its bytes in one layer; heads may be spread over ranks.
+    Rows {
+        /// Rows of one request.
+        rows: u32,
+    },
 }
 
 impl KvKind {
     /// Pages of one block in one layer.
     pub const fn slabs(self) -> u32 {
         match self {
-            Self::Split => 2,
-            Self::Mla => 1,
+            Self::Split | Self::Packed => 2,
+            Self::Mla | Self::Rows { .. } => 1,
+        }
+    }
+    /// How it is called where two sides are compared: split and packed differ in addresses only.
+    const fn family(self) -> &'static str {
+        match self {
+            Self::Split | Self::Packed => "k and v",
+            Self::Mla => "mla",
+            Self::Rows { .. } => "rows",
+        }
+    }
+    const fn rows(self) -> u32 {
+        match self {
+            Self::Rows { rows } => rows,
+            _ => 0,
         }
     }
 }
@@ -90,16 +119,17 @@ impl Coordinates {
     pub const SINGLE: Self = Self { tp: (0, 1), pp: (0, 1), cp: (0, 1), dp: (0, 1) };
 }
 
-/// The geometry of one rank's KV pool.
+/// The geometry of one pool of one rank. Most models have one pool; those that keep some layers for
+/// a window of tokens only, or a state besides, have one for each such group of layers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Layout {
     /// Fingerprint of the model: weights whose caches may not be mixed differ here.
     pub model: String,
-    /// Layers on this rank.
+    /// Layers of this pool on this rank.
     pub layers: u32,
-    /// First of them in the model.
+    /// First of them, counted among the model's layers that have such a pool.
     pub first_layer: u32,
-    /// KV heads on this rank; 1 for MLA.
+    /// KV heads on this rank; 1 for MLA. Ranks that have the same ones stand side by side.
     pub kv_heads: u32,
     /// KV heads of the model; 1 for MLA.
     pub kv_heads_total: u32,
@@ -107,8 +137,10 @@ pub struct Layout {
     pub head_dim: u32,
     /// Element type.
     pub dtype: Dtype,
-    /// Tokens in one block.
+    /// Tokens in one block; 1 where a block is a row.
     pub page_tokens: u32,
+    /// Tokens at the end of the prompt that its layers look at; 0 for all.
+    pub window_tokens: u32,
     /// Order inside a page.
     pub order: Order,
     /// What a layer keeps.
@@ -130,9 +162,32 @@ impl Layout {
     pub const fn block_bytes(&self) -> u64 {
         self.page_bytes() as u64 * self.pages_per_block() as u64
     }
-    /// Blocks that `tokens` tokens fill, the last one perhaps in part.
+    /// Blocks that a prompt of `tokens` tokens takes, the last one perhaps in part.
     pub const fn blocks_for(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.page_tokens)
+        match self.kind {
+            KvKind::Rows { rows } => rows,
+            _ => tokens.div_ceil(self.page_tokens),
+        }
+    }
+    /// The heads of this rank, and which of how many ranks with the same heads it is.
+    pub const fn heads(&self) -> Heads {
+        let copies = self.kv_heads * self.at.tp.1 / self.kv_heads_total;
+        let copies = if copies == 0 { 1 } else { copies };
+        let first = self.at.tp.0 / copies * self.kv_heads;
+        Heads { first, end: first + self.kv_heads, copy: self.at.tp.0 % copies, copies }
+    }
+    /// The rank's place in words.
+    pub fn place(&self) -> String {
+        let (heads, at) = (self.heads(), &self.at);
+        let layers = self.first_layer..self.first_layer + self.layers;
+        format!(
+            "tp {} of {}, pp {} of {}: layers {layers:?}, heads {:?}",
+            at.tp.0, at.tp.1, at.pp.0, at.pp.1, heads.first..heads.end
+        )
+    }
+    /// Bytes of one head's row.
+    pub const fn row_bytes(&self) -> u32 {
+        self.head_dim * self.dtype.bytes()
     }
 
     /// Checks a layout that came from outside: nothing is zero, nothing overflows.
@@ -162,8 +217,14 @@ impl Layout {
         if self.first_layer > limits::LAYERS_MAX {
             return bad("first_layer", &self.first_layer, "is out of range");
         }
-        if self.kv_heads > self.kv_heads_total {
-            return bad("kv_heads", &self.kv_heads, "exceeds kv_heads_total");
+        let rows = self.kind.rows();
+        if let KvKind::Rows { .. } = self.kind
+            && (rows == 0 || rows > limits::BLOCKS_PER_ROOM_MAX || self.page_tokens != 1)
+        {
+            return bad("rows", &rows, "must be at least 1, and page_tokens 1");
+        }
+        if rows > 0 && self.window_tokens > 0 {
+            return bad("window_tokens", &self.window_tokens, "means nothing for rows");
         }
         let page = u64::from(self.page_tokens)
             * u64::from(self.kv_heads)
@@ -172,6 +233,9 @@ impl Layout {
         if page > u64::from(limits::PAGE_BYTES_MAX) {
             return bad("page_bytes", &page, "exceeds the largest page");
         }
+        if self.page_tokens * self.kv_heads > limits::ROWS_PER_PAGE_MAX {
+            return bad("page_tokens", &self.page_tokens, "times kv_heads makes too many rows");
+        }
         for (axis, (index, size)) in
             [("tp", self.at.tp), ("pp", self.at.pp), ("cp", self.at.cp), ("dp", self.at.dp)]
         {
@@ -179,52 +243,93 @@ impl Layout {
                 return bad(axis, &format!("{index} of {size}"), "is out of range");
             }
         }
+        // Every rank has the same number of heads, and every head the same number of ranks.
+        if !self.kv_heads_total.is_multiple_of(self.kv_heads)
+            || !(self.kv_heads * self.at.tp.1).is_multiple_of(self.kv_heads_total)
+        {
+            let found = format!("{} of {} at tp {}", self.kv_heads, self.kv_heads_total, self.at.tp.1);
+            return bad("kv_heads", &found, "cannot be spread evenly over the ranks");
+        }
         Ok(())
     }
 
-    /// Every field in which two layouts differ, with both values.
+    /// Every field that keeps pages of one layout out of the other, with both values. Parallelism,
+    /// the order inside a page, and K and V apart or side by side may differ; so may page sizes if
+    /// one is a multiple of the other.
     pub fn differences(&self, other: &Layout) -> Vec<Difference> {
         let mut out = Vec::new();
-        let mut cmp = |field: &str, here: String, there: String| {
-            if here != there {
+        let mut cmp = |field: &str, fits: bool, here: String, there: String| {
+            if !fits {
                 out.push(Difference::new(field, here, there));
             }
         };
-        cmp("model", self.model.clone(), other.model.clone());
-        cmp("layers", self.layers.to_string(), other.layers.to_string());
-        cmp("first_layer", self.first_layer.to_string(), other.first_layer.to_string());
-        cmp("kv_heads", self.kv_heads.to_string(), other.kv_heads.to_string());
-        cmp("kv_heads_total", self.kv_heads_total.to_string(), other.kv_heads_total.to_string());
-        cmp("head_dim", self.head_dim.to_string(), other.head_dim.to_string());
-        cmp("dtype", self.dtype.to_string(), other.dtype.to_string());
-        cmp("page_tokens", self.page_tokens.to_string(), other.page_tokens.to_string());
-        cmp("order", format!("{:?}", self.order), format!("{:?}", other.order));
-        cmp("kind", format!("{:?}", self.kind), format!("{:?}", other.kind));
-        let axis = |a: (u32, u32)| format!("{} of {}", a.0, a.1);
-        cmp("tp", axis(self.at.tp), axis(other.at.tp));
-        cmp("pp", axis(self.at.pp), axis(other.at.pp));
-        cmp("cp", axis(self.at.cp), axis(other.at.cp));
+        let mut same = |field: &str, here: String, there: String| {
+            cmp(field, here == there, here, there);
+        };
+        same("model", self.model.clone(), other.model.clone());
+        same("kind", self.kind.family().into(), other.kind.family().into());
+        same("rows", self.kind.rows().to_string(), other.kind.rows().to_string());
+        same("kv_heads_total", self.kv_heads_total.to_string(), other.kv_heads_total.to_string());
+        same("head_dim", self.head_dim.to_string(), other.head_dim.to_string());
+        same("dtype", self.dtype.to_string(), other.dtype.to_string());
+        same("window_tokens", self.window_tokens.to_string(), other.window_tokens.to_string());
+        same("cp", self.at.cp.1.to_string(), other.at.cp.1.to_string());
+        let (a, b) = (self.page_tokens, other.page_tokens);
+        let fits = a.max(b).is_multiple_of(a.min(b).max(1));
+        cmp("page_tokens", fits, a.to_string(), b.to_string());
         out
     }
 
-    /// Whether pages of `source` may be written into pages of `self` byte for byte.
+    /// [`Layout::differences`] of two ranks' pools, one by one.
+    pub fn pools_differ(ours: &[Layout], theirs: &[Layout]) -> Vec<Difference> {
+        if ours.len() != theirs.len() {
+            let (here, there) = (ours.len().to_string(), theirs.len().to_string());
+            return vec![Difference::new("pools", here, there)];
+        }
+        let each = ours.iter().zip(theirs).enumerate();
+        each.flat_map(|(n, (a, b))| {
+            let name = move |field: String| if n == 0 { field } else { format!("pool {n} {field}") };
+            a.differences(b).into_iter().map(move |d| Difference { field: name(d.field), ..d })
+        })
+        .collect()
+    }
+
+    /// Checks the pools of one rank: each for itself, and that they are of one model and place, the
+    /// first with pages for the whole prompt.
     ///
     /// # Errors
-    /// [`ErrorKind::Incompatible`] with every field that differs and both values.
-    pub fn accepts(&self, source: &Layout) -> Result<()> {
-        let differences = self.differences(source);
-        if differences.is_empty() {
-            return Ok(());
+    /// As [`Layout::check`], naming the pool.
+    pub fn check_pools(pools: &[Layout]) -> Result<()> {
+        let bad = |why: &str, n: usize| {
+            Err(Error::new(ErrorKind::Malformed, why).with("pool", n).with("pools", pools.len()))
+        };
+        let Some(main) = pools.first().filter(|_| pools.len() <= limits::POOLS_MAX) else {
+            return bad("a rank has 1 to 16 pools", 0);
+        };
+        for (n, pool) in pools.iter().enumerate() {
+            pool.check().map_err(|e| e.with("pool", n))?;
+            if pool.model != main.model || pool.at != main.at {
+                return bad("all pools of a rank are of one model and place", n);
+            }
         }
-        let mut e = Error::new(
-            ErrorKind::Incompatible,
-            format!("layouts differ in {}", differences[0].field),
-        );
-        for d in &differences {
-            e = e.with("differs", format!("{}: decode {} / prefill {}", d.field, d.here, d.there));
+        if main.window_tokens > 0 || matches!(main.kind, KvKind::Rows { .. }) {
+            return bad("the first pool has pages for the whole prompt", 0);
         }
-        Err(e.hint("pair workers of one model with the same parallelism, dtype and page size"))
+        Ok(())
     }
+}
+
+/// The KV heads of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// The first, counted in the model.
+    pub first: u32,
+    /// Behind the last.
+    pub end: u32,
+    /// Of the ranks with these heads, which.
+    pub copy: u32,
+    /// How many ranks have them.
+    pub copies: u32,
 }
 
 /// One field in which two layouts differ.
@@ -279,15 +384,18 @@ pub struct PoolMap {
 }
 
 impl PoolMap {
-    /// A pool that is one piece: slabs one behind the other, blocks dense in each.
+    /// A pool that is one piece: slabs one behind the other, blocks dense in each; packed ones with
+    /// K and V of a block side by side.
     pub fn contiguous(device: Device, address: u64, layout: &Layout, blocks: u32) -> Self {
-        let stride = u64::from(layout.page_bytes());
-        let slab_bytes = stride * u64::from(blocks);
+        let page = u64::from(layout.page_bytes());
+        let together = if layout.kind == KvKind::Packed { 2 } else { 1 };
+        let slab_bytes = page * u64::from(blocks) * together;
         let slabs = u64::from(layout.pages_per_block());
+        let start = |s: u64| address + s / together * slab_bytes + s % together * page;
         Self {
             device,
-            slab_address: (0..slabs).map(|s| address + s * slab_bytes).collect(),
-            block_stride_bytes: stride,
+            slab_address: (0..slabs).map(start).collect(),
+            block_stride_bytes: page * together,
             blocks,
         }
     }
@@ -371,6 +479,7 @@ pub(crate) fn small_layout() -> Layout {
         head_dim: 8,
         dtype: Dtype::Bf16,
         page_tokens: 4,
+        window_tokens: 0,
         order: Order::Nhd,
         kind: KvKind::Split,
         at: Coordinates::SINGLE,
@@ -382,14 +491,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_names_the_field_and_both_values() {
+    fn what_cannot_be_converted_is_named_with_both_values() {
         let a = small_layout();
-        let b = Layout { dtype: Dtype::Fp8E4m3, page_tokens: 16, ..a.clone() };
-        let e = a.accepts(&b).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Incompatible);
-        let text = e.to_string();
-        assert!(text.contains("differs=dtype: decode bf16 / prefill fp8_e4m3"), "{text}");
-        assert!(text.contains("differs=page_tokens: decode 4 / prefill 16"), "{text}");
+        let b = Layout { dtype: Dtype::Fp8E4m3, page_tokens: 6, ..a.clone() };
+        let found = a.differences(&b);
+        let text: Vec<String> =
+            found.iter().map(|d| format!("{} {} {}", d.field, d.here, d.there)).collect();
+        assert_eq!(text, ["dtype bf16 fp8_e4m3", "page_tokens 4 6"]);
+        let other = Layout {
+            page_tokens: 16,
+            order: Order::Hnd,
+            kind: KvKind::Packed,
+            kv_heads: 1,
+            at: Coordinates { tp: (1, 2), ..Coordinates::SINGLE },
+            layers: 2,
+            first_layer: 2,
+            ..a.clone()
+        };
+        assert_eq!(a.differences(&other), []);
+    }
+
+    #[test]
+    fn heads_of_a_rank_follow_from_its_place() {
+        let at = |heads, total, tp| {
+            let at = Coordinates { tp, ..Coordinates::SINGLE };
+            let l = Layout { kv_heads: heads, kv_heads_total: total, at, ..small_layout() };
+            l.check().unwrap();
+            let h = l.heads();
+            (h.first, h.end, h.copy, h.copies)
+        };
+        assert_eq!(at(8, 8, (0, 1)), (0, 8, 0, 1));
+        assert_eq!(at(2, 8, (3, 4)), (6, 8, 0, 1));
+        assert_eq!(at(1, 4, (5, 8)), (2, 3, 1, 2));
+        assert_eq!(at(1, 1, (3, 8)), (0, 1, 3, 8));
+        assert_eq!(at(4, 4, (1, 2)), (0, 4, 1, 2));
     }
 
     #[test]

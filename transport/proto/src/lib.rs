@@ -34,5 +34,5 @@ pub use ids::{
 };
 pub use layout::{Device, Layout, PoolMap};
 pub use msg::peer::{DataPath, Outcome};
-pub use plan::{Grid, Page, PartPages, Plan, Rect, Span};
+pub use plan::{Grid, Page, PartPages, Plan, Rect, Share, Side, Span};
 pub use time::Time;

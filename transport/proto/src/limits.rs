@@ -26,6 +26,12 @@ pub const BLOB_BYTES_MAX: usize = 4 << 10;
 pub const BLOCKS_PER_ROOM_MAX: u32 = 1 << 19;
 /// Most layers in one model.
 pub const LAYERS_MAX: u32 = 1 << 10;
+/// Most pools of one rank.
+pub const POOLS_MAX: usize = 16;
+/// Most ranks that send to one, or that one sends to.
+pub const RANKS_MAX: usize = 64;
+/// Most rows (tokens × heads) in one page.
+pub const ROWS_PER_PAGE_MAX: u32 = 1 << 18;
 /// Largest page.
 pub const PAGE_BYTES_MAX: u32 = 64 << 20;
 /// Most blocks in one pool.

@@ -9,12 +9,14 @@
 //! [`LinkConfig::misses`] heartbeats, or a death notice that a probe confirms, ends the link.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
 use crate::ids::{LaneId, WorkerKey};
-use crate::layout::PoolMap;
+use crate::layout::{Layout, PoolMap};
 use crate::limits;
 use crate::msg::peer::{DataPath, EngineOffer, LinkInfo, PeerFrame, PeerMsg};
+use crate::plan::Share;
 use crate::time::Time;
 
 /// An engine that this side could use.
@@ -26,15 +28,15 @@ pub struct EngineChoice {
     pub path: DataPath,
     /// What the peer's engine needs to connect.
     pub blob: Vec<u8>,
-    /// Where the pages are, on pull engines.
-    pub map: Option<PoolMap>,
+    /// Where the pages of each pool are, on a receiver that the sender's engine writes to.
+    pub maps: Vec<PoolMap>,
 }
 
 /// What may be configured.
 #[derive(Clone, Debug)]
 pub struct LinkConfig {
-    /// This side's pool.
-    pub layout: crate::layout::Layout,
+    /// This side's pools.
+    pub pools: Arc<[Layout]>,
     /// Lanes to pool.
     pub lanes: u16,
     /// Aim for the size of a part; the decode's word counts.
@@ -53,9 +55,9 @@ pub struct LinkConfig {
 
 impl LinkConfig {
     /// The defaults.
-    pub fn new(layout: crate::layout::Layout, receiver: bool) -> Self {
+    pub fn new(pools: Arc<[Layout]>, receiver: bool) -> Self {
         Self {
-            layout,
+            pools,
             receiver,
             lanes: limits::LANES_PER_LINK,
             part_bytes: limits::PART_BYTES,
@@ -97,8 +99,8 @@ pub enum Output {
         engine: String,
         /// The peer's blob.
         remote: Vec<u8>,
-        /// The peer's pages, on pull engines.
-        map: Option<PoolMap>,
+        /// The receiver's pages, where this side's engine writes them itself.
+        maps: Vec<PoolMap>,
     },
     /// Rooms may start.
     Up {
@@ -108,6 +110,10 @@ pub enum Output {
         lanes: u16,
         /// Size of a part.
         part_bytes: u64,
+        /// What the prefill's rank has for the decode's.
+        share: Arc<Share>,
+        /// The peer's pools.
+        pools: Arc<[Layout]>,
     },
     /// A message for the rooms.
     Deliver {
@@ -139,6 +145,7 @@ pub struct Link {
     local: Option<Vec<EngineChoice>>,
     remote: Option<LinkInfo>,
     chosen: Option<EngineChoice>,
+    share: Option<Arc<Share>>,
     lanes_up: Vec<bool>,
     part_bytes: u64,
     said_ready: bool,
@@ -171,6 +178,7 @@ impl Link {
             local: None,
             remote: None,
             chosen: None,
+            share: None,
             said_ready: false,
             peer_ready: false,
             seq: 0,
@@ -393,10 +401,10 @@ impl Link {
         let offer = |e: &EngineChoice| EngineOffer {
             name: e.name.clone(),
             blob: e.blob.clone(),
-            map: e.map.clone(),
+            maps: e.maps.clone(),
         };
         let info = LinkInfo {
-            layout: self.config.layout.clone(),
+            pools: self.config.pools.to_vec(),
             engines: engines.iter().map(offer).collect(),
             lanes: self.config.lanes,
             part_bytes: self.part_bytes,
@@ -411,7 +419,8 @@ impl Link {
         }
         let (Some(local), Some(remote)) = (&self.local, &self.remote) else { return };
         match self.choose(local, remote) {
-            Ok((mine, theirs)) => {
+            Ok((mine, theirs, share)) => {
+                self.share = Some(Arc::new(share));
                 let lanes = self.config.lanes.min(remote.lanes);
                 if self.config.receiver {
                     self.part_bytes = self.config.part_bytes;
@@ -425,7 +434,7 @@ impl Link {
                 self.out.push_back(Output::Connect {
                     engine: mine.name.clone(),
                     remote: theirs.blob,
-                    map: theirs.map,
+                    maps: theirs.maps,
                 });
                 self.chosen = Some(mine);
                 self.ready(now);
@@ -438,16 +447,19 @@ impl Link {
         &self,
         local: &[EngineChoice],
         remote: &LinkInfo,
-    ) -> Result<(EngineChoice, EngineOffer)> {
-        let (decode, prefill) = if self.config.receiver {
-            (&self.config.layout, &remote.layout)
-        } else {
-            (&remote.layout, &self.config.layout)
-        };
-        decode.accepts(prefill).map_err(|e| e.with("peer", &self.peer))?;
+    ) -> Result<(EngineChoice, EngineOffer, Share)> {
+        let share = self.share(&remote.pools).map_err(|e| e.with("peer", &self.peer))?;
+        if share.is_empty() {
+            let place = |pools: &[Layout]| pools.first().map_or(String::new(), Layout::place);
+            return Err(Error::new(ErrorKind::Incompatible, "the prefill's rank has nothing for the decode's")
+                .with("ours", place(&self.config.pools))
+                .with("theirs", place(&remote.pools))
+                .with("peer", &self.peer)
+                .hint("link only the ranks that share layers and heads; of ranks with the same heads, one sends"));
+        }
         for theirs in &remote.engines {
             if let Some(mine) = local.iter().find(|m| m.name == theirs.name) {
-                return Ok((mine.clone(), theirs.clone()));
+                return Ok((mine.clone(), theirs.clone(), share));
             }
         }
         let names = |list: Vec<&str>| list.join(", ");
@@ -466,13 +478,26 @@ impl Link {
             self.said_ready = true;
             self.send(now, PeerMsg::Ready);
         }
-        if let (true, Some(chosen)) = (self.peer_ready, &self.chosen) {
+        if let (true, Some(chosen), Some(share), Some(remote)) =
+            (self.peer_ready, &self.chosen, &self.share, &self.remote)
+        {
             self.phase = Phase::Up;
             self.out.push_back(Output::Up {
                 path: chosen.path,
                 lanes: self.lanes_up.len() as u16,
                 part_bytes: self.part_bytes,
+                share: share.clone(),
+                pools: remote.pools.as_slice().into(),
             });
+        }
+    }
+
+    /// What the prefill's rank has for the decode's.
+    fn share(&self, remote: &[Layout]) -> Result<Share> {
+        if self.config.receiver {
+            Share::between(remote, &self.config.pools)
+        } else {
+            Share::between(&self.config.pools, remote)
         }
     }
 }
@@ -481,18 +506,18 @@ impl Link {
 mod tests {
     use super::*;
     use crate::ids::{Identity, Incarnation, Role};
-    use crate::layout::{Dtype, Layout, small_layout};
+    use crate::layout::{Dtype, small_layout};
 
     fn key(role: Role) -> WorkerKey {
         let identity = Identity::new("c", role, "w", 0).unwrap();
         WorkerKey { identity, incarnation: Incarnation([1; 16]) }
     }
     fn engine(name: &str) -> EngineChoice {
-        EngineChoice { name: name.into(), path: DataPath::ReceiverCopies, blob: vec![7], map: None }
+        EngineChoice { name: name.into(), path: DataPath::ReceiverCopies, blob: vec![7], maps: Vec::new() }
     }
     fn pair(prefill: Layout) -> (Link, Link) {
-        let d = Link::new(Time(0), key(Role::Prefill), LinkConfig::new(small_layout(), true));
-        let p = Link::new(Time(0), key(Role::Decode), LinkConfig::new(prefill, false));
+        let d = Link::new(Time(0), key(Role::Prefill), LinkConfig::new([small_layout()].into(), true));
+        let p = Link::new(Time(0), key(Role::Decode), LinkConfig::new([prefill].into(), false));
         (d, p)
     }
     /// Moves frames until both are still; returns everything else that came out.

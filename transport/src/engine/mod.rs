@@ -2,8 +2,8 @@
 //!
 //! An engine is polled, not awaited, on a thread of its own ([`driver`]). It owns connections (or
 //! queue pairs), open grants and everything that could still write; it decides nothing. One small
-//! trait serves all three data paths: a receiver that copies (`tcp`), a one-sided writer (`verbs`,
-//! `gpunetio`), a puller (`shm`, `cuda`).
+//! trait serves all three data paths: a receiver that copies from a socket (`tcp`) or out of the
+//! sender's memory (`shm`, `cuda`), and a one-sided writer (`verbs`, `gpunetio`).
 //!
 //! In: [`Command`]s from the worker's actor. Out: [`EngineEvent`]s. Invariants: no byte lands
 //! outside an open grant; a [`FenceProof`] exists only once nothing can land under its grant any
@@ -18,7 +18,6 @@ pub mod tcp;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use kvlane_proto::msg::peer::Serve;
 use kvlane_proto::{
     DataPath, Error, GrantId, LaneId, LinkId, PartId, PartPages, Plan, PoolMap, Refusal, Result,
     Time, WorkerKey,
@@ -40,13 +39,20 @@ pub struct Caps {
 /// A grant as the receiver's engine needs it.
 #[derive(Clone, Debug)]
 pub struct OpenGrant {
-    /// The link that may fill it.
-    pub link: LinkId,
     /// Its number.
     pub grant: GrantId,
-    /// The lanes lent to it.
+    /// The links that may fill it, each its own parts.
+    pub sources: Vec<OpenSource>,
+}
+
+/// One link of a grant.
+#[derive(Clone, Debug)]
+pub struct OpenSource {
+    /// The link.
+    pub link: LinkId,
+    /// The lanes lent to the grant.
     pub lanes: Vec<LaneId>,
-    /// Where each part goes.
+    /// Where each of the link's parts goes.
     pub plan: Arc<Plan>,
 }
 
@@ -63,17 +69,6 @@ pub struct Post {
     pub lane: LaneId,
     /// The sender's pages.
     pub pages: PartPages,
-}
-
-/// Parts to read from the sender.
-#[derive(Clone, Debug)]
-pub struct Pull {
-    /// The link.
-    pub link: LinkId,
-    /// The sender's permission.
-    pub serve: Arc<Serve>,
-    /// The parts to read now.
-    pub parts: Vec<PartId>,
 }
 
 /// What an engine is told.
@@ -97,8 +92,8 @@ pub enum Command {
         link: LinkId,
         /// The peer's blob.
         remote: Vec<u8>,
-        /// The peer's pages, on pull engines.
-        map: Option<PoolMap>,
+        /// The receiver's pages, where this side's engine writes them itself.
+        maps: Vec<PoolMap>,
     },
     /// The link is over: lanes close, imports are given up, posts end, grants stay closed to it.
     Close {
@@ -107,8 +102,6 @@ pub enum Command {
     },
     /// Receiver: pages may land under this grant from here on.
     Open(OpenGrant),
-    /// Receiver, pull engines.
-    Pull(Pull),
     /// Receiver: make sure that nothing lands any more; [`EngineEvent::Fenced`] is the proof. A
     /// grant that was never opened is fenced at once.
     Fence {
@@ -166,19 +159,14 @@ pub enum EngineEvent {
     },
     /// Receiver: every byte of a part is in place.
     Arrived {
+        /// The link that brought it: each counts its own parts.
+        link: LinkId,
         /// The grant.
         grant: GrantId,
         /// The part.
         part: PartId,
         /// The lane that brought it.
         lane: LaneId,
-    },
-    /// Receiver: the sender changed pages under a copy.
-    PullStale {
-        /// The grant.
-        grant: GrantId,
-        /// Number of the serve.
-        serve: u32,
     },
     /// Receiver: nothing can land under the grant any more, and what landed is visible.
     Fenced(FenceProof),

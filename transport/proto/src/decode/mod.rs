@@ -1,7 +1,8 @@
 //! The decode side of every room of one worker.
 //!
 //! Owns: rooms, their blocks while lent, their grants, the lanes of each link (the scarce thing),
-//! the queue for them, and what has ended. In: calls of routers, blocks lent by the serving engine,
+//! the queue for them, and what has ended. A room has one grant and one or several sources: the
+//! prefill ranks that together have what this rank lacks, each on its own link. In: calls of routers, blocks lent by the serving engine,
 //! messages of prefill workers, events of the transfer engine, time. Out: [`Output`].
 //!
 //! Invariants:
@@ -11,7 +12,8 @@
 //! 3. A room ends once. After `Over` its outcome never changes; whatever comes later is answered
 //!    with it.
 //! 4. Done means: every part of the set arrived, then the fence completed. Parts are a set.
-//! 5. Lanes are lent whole-room, first come first served per peer, and come back after the fence.
+//! 5. Lanes are lent whole-room: from every source or from none, first come first served, and come
+//!    back after the fence.
 //! 6. A refused request leaves nothing behind.
 
 mod machine;
@@ -25,21 +27,21 @@ use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, RoomId, WorkerKey};
 use crate::layout::{Layout, PoolMap};
 use crate::limits;
 use crate::msg::call::{Call, Reply};
-use crate::msg::peer::{DataPath, Outcome, PeerMsg, Serve};
+use crate::msg::peer::{DataPath, Outcome, PeerMsg};
 use crate::msg::service::WorkerAddress;
 #[cfg(feature = "mutants")]
 use crate::mutant::Mutant;
-use crate::plan::{Plan, Span};
+use crate::plan::{Plan, Share, Span};
 
 pub use machine::Decode;
 
 /// What may be configured. [`DecodeConfig::new`] takes the table in [`limits`].
 #[derive(Clone, Debug)]
 pub struct DecodeConfig {
-    /// Geometry of the pool.
-    pub layout: Layout,
-    /// Where its pages are.
-    pub map: Arc<PoolMap>,
+    /// Geometry of the pools.
+    pub pools: Arc<[Layout]>,
+    /// Where the pages of each pool are.
+    pub maps: Arc<[Arc<PoolMap>]>,
     /// Grant numbers start behind this; take it at random at each start of the worker.
     pub grant_base: u64,
     /// Lanes that a room borrows.
@@ -69,10 +71,10 @@ pub struct DecodeConfig {
 
 impl DecodeConfig {
     /// The defaults.
-    pub fn new(layout: Layout, map: Arc<PoolMap>, grant_base: u64) -> Self {
+    pub fn new(pools: Arc<[Layout]>, maps: Arc<[Arc<PoolMap>]>, grant_base: u64) -> Self {
         Self {
-            layout,
-            map,
+            pools,
+            maps,
             grant_base: grant_base >> 1,
             lanes_per_room: limits::LANES_PER_ROOM,
             part_bytes: limits::PART_BYTES,
@@ -101,10 +103,11 @@ pub struct Lend {
     pub room: RoomId,
     /// What of the prompt is wanted.
     pub span: Span,
-    /// One block for each block of the span.
-    pub blocks: BlockList,
-    /// The prefill worker; needed where nothing was reserved.
-    pub prefill: Option<WorkerAddress>,
+    /// For each pool, one block for each of its blocks in the span.
+    pub blocks: Vec<BlockList>,
+    /// The prefill workers: every rank that has something for this one. Needed where nothing was
+    /// reserved; otherwise none, or the same.
+    pub prefills: Vec<WorkerAddress>,
     /// The room ends by then, counted from now; the room's own deadline counts if it is sooner.
     pub deadline_ms: u64,
 }
@@ -142,6 +145,10 @@ pub enum Event<F> {
         path: DataPath,
         /// Lanes in its pool, numbered from 0, all up.
         lanes: u16,
+        /// What the prefill's rank has for this one.
+        share: Arc<Share>,
+        /// The prefill's pools.
+        pools: Arc<[Layout]>,
     },
     /// A link that was asked for cannot be had.
     LinkFailed {
@@ -166,15 +173,12 @@ pub enum Event<F> {
     },
     /// The engine: every byte of a part is in place.
     Arrived {
+        /// The link: each counts its own parts.
+        link: LinkId,
         /// The grant.
         grant: GrantId,
         /// The part.
         part: PartId,
-    },
-    /// The engine: the sender changed pages under a copy.
-    PullStale {
-        /// The grant.
-        grant: GrantId,
     },
     /// The engine: a lane works again.
     LaneUp {
@@ -243,25 +247,12 @@ pub enum Output<F> {
     },
     /// The engine may let parts land.
     Open {
-        /// The link that may fill it.
-        link: LinkId,
         /// The grant.
         grant: GrantId,
-        /// Its lanes.
-        lanes: Vec<LaneId>,
-        /// Where each part goes.
-        plan: Arc<Plan>,
+        /// The links that may fill it, each with the lanes lent to the room and where its parts go.
+        sources: Vec<(LinkId, Vec<LaneId>, Arc<Plan>)>,
     },
-    /// The engine reads parts.
-    Pull {
-        /// The link.
-        link: LinkId,
-        /// The permission.
-        serve: Arc<Serve>,
-        /// The parts that are not here yet.
-        parts: Vec<PartId>,
-    },
-    /// The engine makes sure that nothing lands any more.
+    /// The engine makes sure that nothing lands any more, on any link of the grant.
     Fence {
         /// The grant.
         grant: GrantId,

@@ -58,8 +58,8 @@ pub struct Reserve {
     pub room: RoomId,
     /// Tokens of the prompt.
     pub tokens: u32,
-    /// The prefill worker that will send.
-    pub prefill: WorkerAddress,
+    /// The prefill workers that will send: every rank that has something for this decode rank.
+    pub prefills: Vec<WorkerAddress>,
     /// Wait in the queue at most this long.
     pub wait_ms: u64,
     /// The room ends by then, counted from now.

@@ -58,17 +58,6 @@ pub enum PeerMsg {
         /// Length of the lease.
         lease_ms: u64,
     },
-    /// Prefill → decode, pull engines: these parts may be read now.
-    Serve(Box<Serve>),
-    /// Decode → prefill: the serve arrived.
-    ServeAck {
-        /// The room.
-        room: RoomId,
-        /// Its grant.
-        grant: GrantId,
-        /// Number of the serve.
-        serve: u32,
-    },
     /// Either way: end this room. Decode decides what it ends as.
     Abort {
         /// The room.
@@ -154,19 +143,18 @@ impl fmt::Display for Outcome {
 /// Who moves the bytes, and so what a fence needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum DataPath {
-    /// The receiver's own code puts them in place: closing the grant is the fence.
+    /// The receiver's own code puts them in place, from a socket or out of the sender's memory:
+    /// closing the grant is the fence.
     ReceiverCopies,
     /// The sender's NIC writes: the fence is the sender's quiesce or the receiver's revoke.
     OneSided,
-    /// The receiver reads the sender's memory: its own copies stop; the sender has the serve word.
-    Puller,
 }
 
 /// What a side brings to a link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkInfo {
-    /// Geometry of its pool.
-    pub layout: Layout,
+    /// Geometry of its pools.
+    pub pools: Vec<Layout>,
     /// Engines that it can use towards this peer, best first, with what the peer needs to connect.
     pub engines: Vec<EngineOffer>,
     /// Lanes it is ready to pool.
@@ -182,11 +170,12 @@ pub struct EngineOffer {
     pub name: String,
     /// What the other side's engine needs to connect; opaque here.
     pub blob: Vec<u8>,
-    /// Where the pages are, on pull engines.
-    pub map: Option<PoolMap>,
+    /// Where the pages of each pool are, from a receiver whose pages the sender's engine writes
+    /// itself; empty where the receiver copies.
+    pub maps: Vec<PoolMap>,
 }
 
-/// Decode → prefill, one a room.
+/// Decode → prefill, one a room and prefill rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// The room.
@@ -197,8 +186,8 @@ pub struct Offer {
     pub issuer: Option<Identity>,
     /// What of the prompt is wanted.
     pub span: Span,
-    /// The blocks to fill, one for each block of the span.
-    pub blocks: BlockList,
+    /// The blocks to fill: for each pool, one for each of its blocks in the span.
+    pub blocks: Vec<BlockList>,
     /// The lanes lent to the room, each with its pair epoch.
     pub lanes: Vec<(LaneId, u32)>,
     /// Parts that may be in flight at first (cumulative; raised by the engine's acks).
@@ -207,34 +196,13 @@ pub struct Offer {
     pub lease_ms: u64,
 }
 
-/// Prefill → decode on pull engines: permission to read.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Serve {
-    /// The room.
-    pub room: RoomId,
-    /// Its grant.
-    pub grant: GrantId,
-    /// Counts the room's serves, from 0.
-    pub serve: u32,
-    /// Parts that may be read, as (first, count).
-    pub parts: Vec<(u32, u32)>,
-    /// First block (index into the room's list) of `blocks`.
-    pub first_block: u32,
-    /// The sender's blocks for the parts' block ranges.
-    pub blocks: BlockList,
-    /// Index of the serve word in the sender's table.
-    pub word: u32,
-    /// Its value while the serve is valid.
-    pub word_value: u64,
-}
-
 impl LinkInfo {
     /// Checks what a peer says of itself.
     ///
     /// # Errors
     /// Naming the field.
     pub fn check(&self) -> Result<()> {
-        self.layout.check()?;
+        Layout::check_pools(&self.pools)?;
         let too_long = |field: &str, found: usize, limit: usize| {
             Error::new(ErrorKind::LimitExceeded, format!("{field} is too long"))
                 .with("found", found)
@@ -263,8 +231,15 @@ impl LinkInfo {
                 .with("found", self.part_bytes)
                 .with("limit", limits::PART_BYTES_MAX));
         }
-        for map in self.engines.iter().filter_map(|e| e.map.as_ref()) {
-            map.check(&self.layout)?;
+        for engine in self.engines.iter().filter(|e| !e.maps.is_empty()) {
+            if engine.maps.len() != self.pools.len() {
+                return Err(Error::new(ErrorKind::Malformed, "one map for each pool")
+                    .with("found", engine.maps.len())
+                    .with("pools", self.pools.len()));
+            }
+            for (map, layout) in engine.maps.iter().zip(&self.pools) {
+                map.check(layout)?;
+            }
         }
         Ok(())
     }

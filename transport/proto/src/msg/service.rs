@@ -39,9 +39,9 @@ pub struct WorkerAddress {
 pub struct Registration {
     /// The worker and its QUIC endpoint.
     pub worker: WorkerAddress,
-    /// Geometry of its pool.
-    pub layout: Layout,
-    /// Blocks of its pool.
+    /// Geometry of its pools.
+    pub pools: Vec<Layout>,
+    /// Blocks of its first pool.
     pub pool_blocks: u32,
     /// Engines it can use, best first.
     pub engines: Vec<String>,
@@ -171,7 +171,7 @@ impl Registration {
     /// Every field that keeps this worker from handing off with `other`, this side's value first.
     /// Empty: they fit.
     pub fn differences(&self, other: &Registration) -> Vec<Difference> {
-        let mut out = self.layout.differences(&other.layout);
+        let mut out = Layout::pools_differ(&self.pools, &other.pools);
         if !self.engines.iter().any(|e| other.engines.contains(e)) {
             let list = |e: &[String]| if e.is_empty() { "none".into() } else { e.join(" ") };
             out.push(Difference::new("engines", list(&self.engines), list(&other.engines)));
@@ -184,7 +184,7 @@ impl Registration {
     /// Naming the field.
     pub fn check(&self) -> Result<()> {
         self.worker.check()?;
-        self.layout.check()?;
+        Layout::check_pools(&self.pools)?;
         let long = self.engines.len() > limits::LIST_MAX
             || self.engines.iter().any(|e| e.len() > limits::NAME_BYTES_MAX)
             || self.serving.len() > limits::ADDRESS_BYTES_MAX
@@ -232,7 +232,7 @@ mod tests {
             layout.model = engines[0].repeat(limits::REFUSAL_TEXT_BYTES_MAX);
             Registration {
                 worker: WorkerAddress { key, address: "h:1".into() },
-                layout,
+                pools: vec![layout],
                 pool_blocks: 1,
                 engines,
                 serving: String::new(),

@@ -21,11 +21,12 @@ use std::sync::Arc;
 use crate::blocks::BlockList;
 use crate::error::{Error, Refusal};
 use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, RoomId, WorkerKey};
-use crate::layout::Layout;
+use crate::layout::{Layout, PoolMap};
 use crate::limits;
 use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg};
 #[cfg(feature = "mutants")]
 use crate::mutant::Mutant;
+use crate::plan::{PartPages, Share};
 use crate::time::Time;
 
 pub use machine::Prefill;
@@ -33,10 +34,10 @@ pub use machine::Prefill;
 /// What may be configured. [`PrefillConfig::new`] takes the table in [`limits`].
 #[derive(Clone, Debug)]
 pub struct PrefillConfig {
-    /// Geometry of the pool.
-    pub layout: Layout,
-    /// Blocks of the pool.
-    pub pool_blocks: u32,
+    /// Geometry of the pools.
+    pub pools: Arc<[Layout]>,
+    /// Where the pages of each pool are.
+    pub maps: Arc<[Arc<PoolMap>]>,
     /// Parts in flight on one lane.
     pub in_flight_per_lane: u32,
     /// Tries of one part.
@@ -64,10 +65,10 @@ pub struct PrefillConfig {
 
 impl PrefillConfig {
     /// The defaults.
-    pub fn new(layout: Layout, pool_blocks: u32, seed: u64) -> Self {
+    pub fn new(pools: Arc<[Layout]>, maps: Arc<[Arc<PoolMap>]>, seed: u64) -> Self {
         Self {
-            layout,
-            pool_blocks,
+            pools,
+            maps,
             in_flight_per_lane: limits::PARTS_IN_FLIGHT_PER_LANE,
             part_tries_max: limits::PART_TRIES_MAX,
             part_timeout_ms: limits::PART_TIMEOUT_MS,
@@ -84,16 +85,29 @@ impl PrefillConfig {
     }
 }
 
+/// Who may fetch a room. Each decode rank that has something to fetch from this rank is a taker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Takers {
+    /// These decode workers, each once.
+    Named(Vec<Identity>),
+    /// So many of the cluster's decode workers, whoever comes.
+    Any(u16),
+}
+
 /// What the serving engine declares ready at once.
 #[derive(Clone, Debug)]
 pub struct Chunk {
     /// The room.
     pub room: RoomId,
-    /// Tokens of the prompt; begins where the last chunk of these layers ended.
+    /// The pool; 0 for those with one.
+    pub pool: u32,
+    /// Tokens of the prompt; begins where the last chunk of these layers ended. All of them where a
+    /// block is a row; where layers look at a window only, what is before it may be left out.
     pub tokens: Range<u32>,
-    /// Layers of this rank.
+    /// Layers of this rank's pool.
     pub layers: Range<u32>,
-    /// The blocks that hold `tokens`, from the block of the first to the block of the last.
+    /// The blocks that hold `tokens`, from the block of the first to the block of the last; the
+    /// rows, where a block is a row.
     pub blocks: BlockList,
 }
 
@@ -106,8 +120,8 @@ pub enum Event<Q> {
         room: RoomId,
         /// Tokens of the prompt.
         tokens: u32,
-        /// The decode that may fetch it; anybody of the cluster if `None`.
-        decode: Option<Identity>,
+        /// Who fetches it.
+        takers: Takers,
         /// The router that placed it, if the request names it: it may abort before the offer.
         issuer: Option<Identity>,
         /// The room ends by then, counted from now.
@@ -146,6 +160,8 @@ pub enum Event<Q> {
         path: DataPath,
         /// Size of a part.
         part_bytes: u64,
+        /// What this rank has for the decode's.
+        share: Arc<Share>,
     },
     /// A link is lost for good.
     LinkDown {
@@ -262,10 +278,8 @@ pub enum Output<Q> {
         part: PartId,
         /// The lane.
         lane: LaneId,
-        /// Layers of the part.
-        layers: Range<u32>,
-        /// Source blocks of the part.
-        ids: Arc<[u32]>,
+        /// This side's pages of it.
+        pages: PartPages,
     },
     /// The engine gives a lane up and dials it again.
     ResetLane {
