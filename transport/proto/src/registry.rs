@@ -265,13 +265,13 @@ impl Registry {
         let mut epoch = self.next_epoch;
         match self.workers.get(identity) {
             Some(known) if known.incarnation() == from.incarnation => {
-                if known.registration.layout != r.layout {
+                if known.registration.pools != r.pools {
                     return Err(Error::new(
                         ErrorKind::Malformed,
                         "one start of a worker cannot change its layout",
                     )
                     .with("worker", from)
-                    .with("differs", fields(&known.registration.layout.differences(&r.layout)))
+                    .with("differs", fields(&Layout::pools_differ(&known.registration.pools, &r.pools)))
                     .hint("restart the worker, so that it has a new incarnation"));
                 }
                 epoch = known.epoch;
@@ -294,14 +294,14 @@ impl Registry {
         let mut differs = Vec::new();
         let mut left_off = 0;
         // Most workers share a few layouts: each couple of layout and engines is compared once.
-        let mut compared: HashMap<(&Layout, &[String]), Vec<Difference>> = HashMap::new();
+        let mut compared: HashMap<(&[Layout], &[String]), Vec<Difference>> = HashMap::new();
         for (other, entry) in &self.workers {
             if !entry.alive || Some(other.role) != identity.role.counterpart() {
                 continue;
             }
             let theirs = &entry.registration;
             let found = compared
-                .entry((&theirs.layout, theirs.engines.as_slice()))
+                .entry((&theirs.pools, theirs.engines.as_slice()))
                 .or_insert_with(|| r.differences(theirs));
             if found.is_empty() && fits.len() < limits::LIST_MAX {
                 fits.push(other.clone());
@@ -593,7 +593,7 @@ mod tests {
     fn registration(key: &WorkerKey) -> Registration {
         Registration {
             worker: WorkerAddress { key: key.clone(), address: "127.0.0.1:1".into() },
-            layout: small_layout(),
+            pools: vec![small_layout()],
             pool_blocks: 8,
             engines: vec!["tcp".into()],
             serving: String::new(),
@@ -647,7 +647,7 @@ mod tests {
         register(&mut r, 0, &key(Role::Prefill, "p0", 1)).unwrap();
         let p1 = key(Role::Prefill, "p1", 1);
         let mut other = registration(&p1);
-        other.layout.dtype = Dtype::Fp8E4m3;
+        other.pools[0].dtype = Dtype::Fp8E4m3;
         ask(&mut r, 0, &p1, Ask::Register(Box::new(other))).unwrap();
         let p2 = key(Role::Prefill, "p2", 1);
         let other = Registration { engines: vec!["verbs".into()], ..registration(&p2) };
@@ -759,7 +759,7 @@ mod tests {
         // One start has one layout.
         register(&mut r, 0, &d).unwrap();
         let mut other = registration(&d);
-        other.layout.page_tokens = 8;
+        other.pools[0].page_tokens = 8;
         let e = ask(&mut r, 0, &d, Ask::Register(Box::new(other))).unwrap_err();
         assert!(e.text.contains("page_tokens: 4 / 8"), "{e}");
     }
