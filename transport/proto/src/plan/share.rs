@@ -80,10 +80,8 @@ impl Share {
     pub fn between(source: &[Layout], destination: &[Layout]) -> Result<Self> {
         let differences = Layout::pools_differ(destination, source);
         if let Some(first) = differences.first() {
-            let mut e = Error::new(
-                ErrorKind::Incompatible,
-                format!("layouts differ in {}", first.field),
-            );
+            let mut e =
+                Error::new(ErrorKind::Incompatible, format!("layouts differ in {}", first.field));
             for d in &differences {
                 e = e.with(
                     "differs",
@@ -224,10 +222,12 @@ impl PoolShare {
         let per = self.face(side).cells_per_page;
         if cells.is_empty() { 0..0 } else { cells.start / per..cells.end.div_ceil(per) }
     }
-    /// Tokens of the prompt that must be there for the cells up to `end` to be final; all of it for
-    /// rows, which change until the last token.
-    pub fn tokens_for(&self, end: u32, tokens: u32) -> u32 {
-        if self.rows > 0 { tokens } else { end.saturating_mul(self.cell_tokens).min(tokens) }
+    /// The cells that hold some tokens; all rows, where a block is a row.
+    pub fn cells_of(&self, tokens: &Range<u32>) -> Range<u32> {
+        match self.rows {
+            0 => tokens.start / self.cell_tokens..tokens.end.div_ceil(self.cell_tokens),
+            rows => 0..rows,
+        }
     }
     /// Cells that are final once `done` of `tokens` tokens are there.
     pub fn final_cells(&self, done: u32, tokens: u32) -> u32 {
@@ -299,7 +299,8 @@ fn overlap(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
 pub fn sources<L: AsRef<[Layout]>>(destination: &[Layout], ranks: &[L]) -> Result<Vec<usize>> {
     let mut senders = Vec::new();
     for (index, rank) in ranks.iter().enumerate() {
-        let share = Share::between(rank.as_ref(), destination).map_err(|e| e.with("rank", index))?;
+        let share =
+            Share::between(rank.as_ref(), destination).map_err(|e| e.with("rank", index))?;
         if !share.is_empty() {
             senders.push(index);
         }
