@@ -59,6 +59,8 @@ struct Script {
     /// Waits shorter than this are refused as busy.
     busy_below_ms: u64,
     outcome: Option<Outcome>,
+    /// Reservations of this router arrive late.
+    late: Option<&'static str>,
     /// Rooms that may be charged at a time; any number if none.
     lanes: Option<usize>,
     /// Rooms that are charged, and that wait for it.
@@ -199,10 +201,15 @@ async fn serve(endpoint: Endpoint, script: Arc<Mutex<Script>>, bump: watch::Send
     while let Some(session) = endpoint.accept().await {
         let (script, bump) = (Arc::clone(&script), Arc::clone(&bump));
         sessions.spawn(async move {
+            let router = session.peer.identity.instance.clone();
             let (tx, mut rx, _watch) = session.into_parts::<ReplyFrame, CallFrame>();
             let tx = Arc::new(tx);
             let mut queued = tokio::task::JoinSet::new();
             while let Ok(Some(CallFrame { id, call })) = rx.recv().await {
+                let late = script.lock().unwrap().late.is_some_and(|late| late == router);
+                if late && matches!(call, Call::Reserve(_)) {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
                 let said = answer(&mut script.lock().unwrap(), call);
                 bump.send_modify(|n| *n += 1);
                 let (script, tx, bump) = (Arc::clone(&script), Arc::clone(&tx), Arc::clone(&bump));
@@ -297,7 +304,11 @@ fn answer(script: &mut Script, call: Call) -> Said {
 }
 
 async fn connect(service: SocketAddr) -> Coordinator {
-    let me = Identity::new("c", Role::Router, "r", 0).unwrap();
+    connect_as(service, "r").await
+}
+
+async fn connect_as(service: SocketAddr, name: &str) -> Coordinator {
+    let me = Identity::new("c", Role::Router, name, 0).unwrap();
     let mut cfg = CoordinatorConfig::new(service.to_string(), Security::Insecure, me);
     cfg.refresh_ms = 20;
     cfg.call_ms = 300;
@@ -921,11 +932,12 @@ async fn routers_that_reserve_at_the_same_ranks_do_not_wait_for_each_other() {
     let at = service.local_addr();
     let _p = Worker::start_all(at, Role::Prefill, "p", all(1)).await;
     let d = Worker::start_all(at, Role::Decode, "d", all(4)).await;
-    // Ranks differ in what is free, so that the first does not order all.
-    for (w, lanes) in d.iter().zip([2, 1, 2, 1]) {
-        w.script(|s| s.lanes = Some(lanes));
+    // Both pass the first rank at a time; at the others each comes first at some.
+    let late = [None, Some("r0"), Some("r1"), Some("r0")];
+    for (w, (late, lanes)) in d.iter().zip(late.into_iter().zip([2, 1, 1, 1])) {
+        w.script(|s| (s.late, s.lanes) = (late, Some(lanes)));
     }
-    let routers = [connect(at).await, connect(at).await];
+    let routers = [connect_as(at, "r0").await, connect_as(at, "r1").await];
     let mut asked = tokio::task::JoinSet::new();
     for n in 0..40 {
         let c = routers[n % 2].clone();
