@@ -164,7 +164,7 @@ pub(crate) struct Running<A: Actor> {
 #[derive(Clone)]
 pub(crate) struct About {
     pub(crate) address: WorkerAddress,
-    pub(crate) layout: kvlane_proto::Layout,
+    pub(crate) pools: Vec<kvlane_proto::Layout>,
     pub(crate) load: watch::Receiver<Load>,
     pub(crate) registration: watch::Receiver<RegistrationState>,
     pub(crate) end: watch::Receiver<Option<WorkerEnd>>,
@@ -245,7 +245,7 @@ async fn run<A>(
     };
     let about = About {
         address: record.worker.clone(),
-        layout: record.layout.clone(),
+        pools: record.pools.clone(),
         load: loads.clone(),
         registration,
         end: ended,
