@@ -22,6 +22,9 @@ use crate::msg::peer::DataPath;
 use crate::msg::service::WorkerAddress;
 use crate::plan::{Share, prove_sources};
 
+/// Lanes of one link.
+pub(super) type LinkLanes = (LinkId, Vec<LaneId>);
+
 #[derive(Debug)]
 pub(super) struct Lanes {
     /// This worker's own pools.
@@ -209,7 +212,7 @@ impl Lanes {
     }
     /// Lends lanes to a room that is first in all its queues: link by link, in the order of its
     /// prefills. None when no room can have what it needs.
-    pub(super) fn take(&mut self) -> Option<(RoomId, Vec<(LinkId, Vec<LaneId>)>)> {
+    pub(super) fn take(&mut self) -> Option<(RoomId, Vec<LinkLanes>)> {
         while let Some(peer) = self.moved.pop_first() {
             let head = self.peers.get(&peer).and_then(|p| p.queue.front().copied());
             let Some((room, links)) = head.and_then(|room| Some((room, self.ready(room)?))) else {

@@ -508,26 +508,26 @@ fn opposite_orders_do_not_block_each_other_and_lanes_come_back_to_both() {
 }
 
 #[test]
-fn one_that_waits_for_two_holds_its_place_and_leaves_both_when_it_is_refused() {
-    let mut m: Decode<GrantId> = Decode::new(config());
-    link_up(&mut m, LINK, DataPath::ReceiverCopies, 1, small_layout());
-    assert_eq!(reserve(&mut m, "r", reservation(1, halves())), None);
-    assert_eq!(reserve(&mut m, "s", reservation(2, vec![rank(0)])), None);
-    assert_eq!((m.load().queued, m.load().free_lanes), (2, 1), "first come first served");
+fn a_room_that_waits_for_one_source_is_not_overtaken_at_the_other() {
+    let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
+    let elsewhere = rank(3);
+    // The second is first at one of its prefills, the third is behind both.
+    assert_eq!(reserve(&mut m, "r", reservation(1, vec![rank(0), elsewhere.clone()])), None);
+    assert_eq!(reserve(&mut m, "s", reservation(2, halves())), None);
+    assert_eq!(reserve(&mut m, "t", reservation(3, halves())), None);
+    m.handle_event(at(1), Event::LaneUp { link: LINK_B, lane: LaneId(0) });
+    assert_eq!((m.load().queued, m.load().free_lanes), (3, 2));
+    // Its refusal leaves nothing of it at either, and the next moves up.
     let why = Refusal::new(ErrorKind::PeerLost, "no answer");
-    let peer = rank(1).key.identity;
-    m.handle_event(at(1), Event::LinkFailed { peer, why });
+    m.handle_event(at(1), Event::LinkFailed { peer: elsewhere.key.identity, why });
     let out = outputs(&mut m);
-    let replies: Vec<_> = out
-        .iter()
-        .filter_map(|o| match o {
-            Output::Reply { call, reply } => Some((call.0, reply.is_ok())),
-            _ => None,
-        })
-        .collect();
-    assert_eq!(replies, [(1, false), (2, true)]);
-    assert_eq!((m.load().queued, m.load().free_lanes), (0, 0));
-    assert!(m.lent_lanes().all(|(link, _, room)| (link, room) == (LINK, RoomId(2))));
+    let replies = out.iter().filter_map(|o| match o {
+        Output::Reply { call, reply } => Some((call.0, reply.is_ok())),
+        _ => None,
+    });
+    assert_eq!(replies.collect::<Vec<_>>(), [(1, false), (2, true)]);
+    assert_eq!((m.load().queued, m.load().free_lanes), (1, 0));
+    assert!(m.lent_lanes().all(|lent| lent.2 == RoomId(2)));
 }
 
 #[test]
