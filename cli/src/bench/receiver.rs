@@ -106,9 +106,11 @@ impl Receiving {
             }
             Ask::Raw { size, draw, call_bytes, ack_bytes } => {
                 let pages = size.pages(self.pool()?.0, &draw.to(size))?;
-                let raw = self.raw.as_mut().ok_or_else(|| early("connection"))?;
+                // After a failure it is gone, which tells the sender.
+                let mut raw = self.raw.take().ok_or_else(|| early("connection"))?;
                 answer_with(&Answer::Done)?;
                 raw.receive(pages, call_bytes, ack_bytes)?;
+                self.raw = Some(raw);
             }
             Ask::Clear { size, draw } => {
                 let (pool, _) = self.pool()?;

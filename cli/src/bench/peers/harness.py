@@ -7,6 +7,7 @@ so that only seeds cross. Between two lines both block, and so leave the machine
 """
 
 import ctypes
+import importlib
 import json
 import mmap
 import os
@@ -14,6 +15,7 @@ import random
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 LIMIT_S = 60.0
 # A prime length, so that two pages of a pool hardly ever begin alike.
@@ -130,25 +132,28 @@ def serve(start):
 
 
 class Missing(Exception):
-    """No module of a peer can be imported."""
+    """What could not be imported."""
 
 
-def first_import(names):
-    """The first module that can be imported, and what was tried before it."""
-    import importlib
-
-    tried = []
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except Exception as e:
-            tried.append(f"import {name}: {type(e).__name__}: {e}")
-    raise Missing("; ".join(tried))
+def imports(*wanted):
+    """One module for each list of names, the first that can be imported."""
+    found, missing = [], []
+    for names in wanted:
+        tried = []
+        for name in names:
+            try:
+                found.append(importlib.import_module(name))
+                break
+            except Exception as e:  # A library that a module needs may be what is missing.
+                tried.append(f"import {name}: {type(e).__name__}: {e}")
+        else:
+            missing += tried
+    if missing:
+        raise Missing("; ".join(missing))
+    return found
 
 
 def version(packages):
-    from importlib import metadata
-
     for package in packages:
         try:
             return f"{package} {metadata.version(package)}"

@@ -45,7 +45,7 @@ const KINDS: &[Kind] = &[
         script: NIXL.0,
         environment: &[("UCX_TLS", "tcp,self"), ("UCX_NET_DEVICES", "lo")],
         without: &[],
-        package: "nixl-cu12 (or nixl, nixl-cu13), and numpy",
+        package: "nixl-cu12 (or nixl, or nixl-cu13) and numpy",
         install: NIXL_INSTALL,
     },
     Kind {
@@ -53,7 +53,7 @@ const KINDS: &[Kind] = &[
         script: NIXL.0,
         environment: &[],
         without: &["UCX_TLS", "UCX_NET_DEVICES"],
-        package: "nixl-cu12 (or nixl, nixl-cu13), and numpy",
+        package: "nixl-cu12 (or nixl, or nixl-cu13) and numpy",
         install: NIXL_INSTALL,
     },
     Kind {
@@ -132,7 +132,7 @@ impl Peers {
             match Peer::start(kind, python, &dir, pool_bytes, stop) {
                 Ok(Ok(peer)) => peers.push(peer),
                 Ok(Err(tried)) => eprintln!(
-                    "{}: not measured: {} is not installed for {python} (tried: {tried}); to install, {}",
+                    "{}: not measured: needs the Python packages {} for {python} (tried: {tried}); to install, {}",
                     kind.name, kind.package, kind.install
                 ),
                 Err(e) => fail(kind.name, &dir, &e),

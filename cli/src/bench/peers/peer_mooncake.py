@@ -20,7 +20,8 @@ HOST = "127.0.0.1"
 
 
 def engine(pool):
-    it = harness.first_import(["mooncake.engine"]).TransferEngine()
+    (module,) = harness.imports(["mooncake.engine"])
+    it = module.TransferEngine()
     good(it.initialize(HOST, "P2PHANDSHAKE", "tcp", ""), "initialize")
     good(it.register_memory(pool.address, pool.size), "register_memory")
     return it
@@ -46,6 +47,8 @@ def target(size):
             return {"bytes": harness.check(pool, row, ask["seed"], ask["pages"])}
         return {}
 
+    # The engine serves as long as it is held.
+    carry_out.engine = it
     return {"session": f"{HOST}:{it.get_rpc_port()}", "address": pool.address}, carry_out
 
 

@@ -14,8 +14,7 @@ PACKAGES = ["nixl", "nixl-cu12", "nixl-cu13"]
 END = b"end"
 
 
-def agent(name, pool):
-    api = harness.first_import(MODULES)
+def agent(api, name, pool):
     it = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     it.register_memory([(pool.address, pool.size, 0, "")], "DRAM")
     return it
@@ -31,8 +30,9 @@ def notified(it):
 
 
 def target(size):
+    (api,) = harness.imports(MODULES)
     pool = harness.Pool(size, filled=False)
-    it = agent("target", pool)
+    it = agent(api, "target", pool)
     row = {}
 
     def carry_out(ask):
@@ -62,9 +62,9 @@ def target(size):
 
 
 def initiator(size):
-    numpy = harness.first_import(["numpy"])
+    numpy, api = harness.imports(["numpy"], MODULES)
     pool = harness.Pool(size, filled=True)
-    it = agent("initiator", pool)
+    it = agent(api, "initiator", pool)
     peer = harness.Target(__file__, size)
     name = it.add_remote_agent(base64.b64decode(peer.hello["metadata"]))
     name = name.decode() if isinstance(name, bytes) else name
