@@ -2,7 +2,7 @@
 //!
 //! Owns: the receiver's process and whatever this side has of the paths that are measured. In: a
 //! size. Out: its rows, the engine's first. Invariant: the first repetition warms up and does not
-//! count; it and the last one have their bytes compared, outside of what is timed.
+//! count; its bytes and those of the last one are compared, outside of what is timed.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -30,6 +30,21 @@ const SETTLE: Duration = Duration::from_millis(4);
 const IDLE: Duration = Duration::from_micros(300);
 /// Bytes of one call of the raw loop; the best counts.
 const RAW_CALL_BYTES: [u64; 3] = [64 << 10, 256 << 10, 1 << 20];
+
+/// Which repetition. The first is not timed, so its destination is zeroed before it; the last is, so
+/// nothing is done before it that the others do not have.
+#[derive(Clone, Copy)]
+pub(super) struct Rep {
+    pub(super) first: bool,
+    pub(super) last: bool,
+}
+
+impl Rep {
+    /// Whether its bytes are compared afterwards.
+    pub(super) fn verifies(self) -> bool {
+        self.first || self.last
+    }
+}
 
 /// Everything that is measured.
 pub(crate) struct Bench<'a> {
@@ -126,19 +141,19 @@ impl<'a> Bench<'a> {
         self.peers.begin(size)?;
         let mut all = All::default();
         for rep in 0..=self.config.runs {
-            let verify = rep == 0 || rep == self.config.runs;
+            let rep = Rep { first: rep == 0, last: rep == self.config.runs };
             self.stop.check()?;
-            self.raw(size, &mut all, verify)?;
-            self.memcpy(size, &mut all.memcpy, verify)?;
-            self.ours(size, &ours, &mut all.ours, verify)?;
-            self.peers.run(size, verify)?;
+            self.raw(size, &mut all, rep)?;
+            self.memcpy(size, &mut all.memcpy, rep)?;
+            self.ours(size, &ours, &mut all.ours, rep)?;
+            self.peers.run(size, rep)?;
             if self.config.latency {
                 for pause in [Duration::ZERO, IDLE] {
-                    self.our_trips(size, &ours, pause, &mut all.ours, verify)?;
+                    self.our_trips(size, &ours, pause, &mut all.ours, rep)?;
                     self.peers.trips(size, pause)?;
                 }
             }
-            if rep == 0 {
+            if rep.first {
                 all.clear();
                 self.peers.clear();
             }
@@ -195,17 +210,17 @@ impl<'a> Bench<'a> {
         Ok(Ours { sender, map: Arc::new(map), emulated })
     }
     /// One repetition of the engine.
-    fn ours(&mut self, size: Size, ours: &Ours, into: &mut Samples, verify: bool) -> Result<()> {
+    fn ours(&mut self, size: Size, ours: &Ours, into: &mut Samples, rep: Rep) -> Result<()> {
         let draw = Draw { seed: random(), pages: size.pages };
         let ids = draw.from(size);
-        let grant = self.open(size, draw, PART_BYTES, verify)?;
+        let grant = self.open(size, draw, PART_BYTES, rep)?;
         let begun = Instant::now();
         let parts = parts(&size.plan(&ours.map, &ids, PART_BYTES)?)?;
         into.prep.push(begun.elapsed());
         let took = ours.sender.send(grant, parts, size.bytes())?;
         into.tx.push(took.tx);
         into.post.push(took.post);
-        into.verified_bytes += self.close(size, grant, draw, verify)?;
+        into.verified_bytes += self.close(size, grant, draw, rep)?;
         Ok(())
     }
     /// Round trips of single pages.
@@ -215,32 +230,32 @@ impl<'a> Bench<'a> {
         ours: &Ours,
         pause: Duration,
         into: &mut Samples,
-        verify: bool,
+        rep: Rep,
     ) -> Result<()> {
         let draw = Draw { seed: random(), pages: size.trips() };
         let page_bytes = u64::from(size.page_bytes);
         let parts = parts(&size.plan(&ours.map, &draw.from(size), page_bytes)?)?;
-        let grant = self.open(size, draw, page_bytes, verify)?;
+        let grant = self.open(size, draw, page_bytes, rep)?;
         let bytes = page_bytes * u64::from(draw.pages);
         let trips = ours.sender.trips(grant, parts, bytes, pause)?;
         if pause.is_zero() { &mut into.trips } else { &mut into.idle }.extend(trips);
-        into.verified_bytes += self.close(size, grant, draw, verify)?;
+        into.verified_bytes += self.close(size, grant, draw, rep)?;
         Ok(())
     }
-    fn open(&mut self, size: Size, draw: Draw, part_bytes: u64, verify: bool) -> Result<GrantId> {
-        self.clear(size, draw, verify)?;
+    fn open(&mut self, size: Size, draw: Draw, part_bytes: u64, rep: Rep) -> Result<GrantId> {
+        self.clear(size, draw, rep)?;
         self.grant += 1;
         self.done(&Ask::Open { grant: self.grant, draw, part_bytes }, ANSWER)?;
         std::thread::sleep(SETTLE);
         Ok(GrantId(self.grant))
     }
-    fn close(&mut self, size: Size, grant: GrantId, draw: Draw, verify: bool) -> Result<u64> {
+    fn close(&mut self, size: Size, grant: GrantId, draw: Draw, rep: Rep) -> Result<u64> {
         self.done(&Ask::Close { grant: grant.0 }, ANSWER)?;
-        self.verify(size, draw, verify)
+        self.verify(size, draw, rep)
     }
 
     /// One repetition of the raw loop at each size of a call, and its round trips.
-    fn raw(&mut self, size: Size, all: &mut All, verify: bool) -> Result<()> {
+    fn raw(&mut self, size: Size, all: &mut All, rep: Rep) -> Result<()> {
         if self.raw.is_none() {
             return Ok(());
         }
@@ -248,13 +263,13 @@ impl<'a> Bench<'a> {
         for (call_bytes, into) in RAW_CALL_BYTES.into_iter().zip(&mut all.raw) {
             let draw = Draw { seed: random(), pages: size.pages };
             let calls = (call_bytes, size.bytes());
-            self.raw_run(size, draw, calls, Duration::ZERO, verify, into, |s| &mut s.tx)?;
+            self.raw_run(size, draw, calls, Duration::ZERO, rep, into, |s| &mut s.tx)?;
         }
         let draw = || Draw { seed: random(), pages: size.trips() };
         let (calls, rtt) = ((RAW_CALL_BYTES[2], page_bytes), &mut all.rtt);
-        self.raw_run(size, draw(), calls, Duration::ZERO, verify, rtt, |s| &mut s.trips)?;
+        self.raw_run(size, draw(), calls, Duration::ZERO, rep, rtt, |s| &mut s.trips)?;
         if self.config.latency {
-            self.raw_run(size, draw(), calls, IDLE, verify, rtt, |s| &mut s.idle)?;
+            self.raw_run(size, draw(), calls, IDLE, rep, rtt, |s| &mut s.idle)?;
         }
         // A round trip moves one page.
         rtt.tx.clone_from(&rtt.trips);
@@ -267,12 +282,12 @@ impl<'a> Bench<'a> {
         draw: Draw,
         (call_bytes, ack_bytes): (u64, u64),
         pause: Duration,
-        verify: bool,
+        rep: Rep,
         into: &mut Samples,
         times: fn(&mut Samples) -> &mut Vec<Duration>,
     ) -> Result<()> {
         let pages = size.pages(&self.pool, &draw.from(size))?;
-        self.clear(size, draw, verify)?;
+        self.clear(size, draw, rep)?;
         self.done(&Ask::Raw { size, draw, call_bytes, ack_bytes }, ANSWER)?;
         std::thread::sleep(SETTLE);
         let Some(raw) = &mut self.raw else { return Ok(()) };
@@ -283,12 +298,12 @@ impl<'a> Bench<'a> {
             Answer::Done => times(into).extend(sent?),
             _ => return Err(misunderstood()),
         }
-        into.verified_bytes += self.verify(size, draw, verify)?;
+        into.verified_bytes += self.verify(size, draw, rep)?;
         Ok(())
     }
 
     /// One repetition of copies in this process.
-    fn memcpy(&mut self, size: Size, into: &mut Samples, verify: bool) -> Result<()> {
+    fn memcpy(&mut self, size: Size, into: &mut Samples, rep: Rep) -> Result<()> {
         let Some(copy) = &mut self.copy else { return Ok(()) };
         let outside = |e: std::io::Error| {
             Error::new(ErrorKind::Internal, "a page is outside the pool").caused_by(e)
@@ -298,18 +313,18 @@ impl<'a> Bench<'a> {
         let begun = Instant::now();
         copy.copy(&from, &to, size.page_bytes).map_err(outside)?;
         into.tx.push(begun.elapsed());
-        if verify {
+        if rep.verifies() {
             into.verified_bytes +=
                 self.pattern.check(size, draw, |at, bytes| copy.read_at(at, bytes))?;
         }
         Ok(())
     }
 
-    fn clear(&mut self, size: Size, draw: Draw, verify: bool) -> Result<()> {
-        if verify { self.done(&Ask::Clear { size, draw }, moving(size.bytes())) } else { Ok(()) }
+    fn clear(&mut self, size: Size, draw: Draw, rep: Rep) -> Result<()> {
+        if rep.first { self.done(&Ask::Clear { size, draw }, moving(size.bytes())) } else { Ok(()) }
     }
-    fn verify(&mut self, size: Size, draw: Draw, verify: bool) -> Result<u64> {
-        if !verify {
+    fn verify(&mut self, size: Size, draw: Draw, rep: Rep) -> Result<u64> {
+        if !rep.verifies() {
             return Ok(0);
         }
         match self.ask(&Ask::Check { size, draw }, moving(size.bytes()))? {

@@ -5,9 +5,8 @@
 //! (what is moved), [`sender`] and [`receiver`] (the two processes; [`talk`] is what they say),
 //! [`raw`] (the raw TCP loop), [`peers`] (other transfer engines), [`figures`] (table and JSON). In:
 //! sizes. Out: rows. Invariants: whatever is compared is measured in turns, repetition by
-//! repetition, over the same pools, so that what else the machine does hits all alike; bytes are
-//! compared with what was sent before and after the repetitions that count; every wait has a
-//! deadline.
+//! repetition, so that what else the machine does hits all alike; the bytes of the first and the
+//! last repetition are compared with what was sent; every wait has a deadline.
 
 mod engines;
 mod figures;

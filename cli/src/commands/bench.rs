@@ -15,7 +15,8 @@ const END: Duration = Duration::from_secs(10);
 
 const EXAMPLES: &str = "\
 Two processes on this host: one sends random pages from its pool, the other puts them into random
-pages of its own; fresh ones in each repetition, bytes compared before and after those that count.
+pages of its own, fresh ones in each repetition. Bytes are compared in the first, which does not
+count, and in the last.
 
 Columns (GB = 10^9 bytes; the first ten are named as nixlbench names them):
   Block Size, Batch Size  bytes of a page, pages of a repetition

@@ -13,6 +13,7 @@ use kvlane_transport::random::random;
 use serde::{Deserialize, Serialize};
 
 use super::figures::{Row, Samples};
+use super::measure::Rep;
 use super::pages::Size;
 use super::talk::Process;
 use super::wait::{Stop, moving};
@@ -148,15 +149,15 @@ impl Peers {
             peer.ask(&Ask::Row { page_bytes, pool_blocks }, size.pool_bytes()).map(drop)
         })
     }
-    /// One repetition of each; with `check`, its bytes are compared.
-    pub(crate) fn run(&mut self, size: Size, check: bool) -> Result<()> {
+    /// One repetition of each.
+    pub(crate) fn run(&mut self, size: Size, rep: Rep) -> Result<()> {
         self.each(|peer| {
             let (seed, pages) = (random() as u32, size.pages);
-            if check {
+            if rep.first {
                 peer.ask(&Ask::Clear { seed, pages }, size.bytes())?;
             }
             let took = peer.ask(&Ask::Run { seed, pages }, size.bytes())?;
-            if check {
+            if rep.verifies() {
                 let checked = peer.ask(&Ask::Check { seed, pages }, size.bytes())?;
                 peer.samples.verified_bytes += checked.bytes;
             }
