@@ -3,7 +3,7 @@
 //! `demo` starts a whole cluster of processes on this machine and replays requests through it;
 //! `bootstrap`, `worker` and `replay` are its parts; `ca` makes certificates. [`load`] says what is
 //! replayed and what each byte must be, [`standin`] stands in for model servers, [`report`] counts.
-//! [`bench`] measures engines by themselves.
+//! [`mod@bench`] measures engines by themselves.
 
 mod bench;
 mod commands;
