@@ -106,10 +106,13 @@ impl Grid {
                 let cells = pool.cells(span);
                 let count = cells.end - cells.start;
                 if count > limits::BLOCKS_PER_ROOM_MAX {
-                    return Err(Error::new(ErrorKind::LimitExceeded, "too many blocks in one room")
-                        .with("pool", n)
-                        .with("found", count)
-                        .with("limit", limits::BLOCKS_PER_ROOM_MAX));
+                    return Err(Error::new(
+                        ErrorKind::LimitExceeded,
+                        "too many blocks in one room",
+                    )
+                    .with("pool", n)
+                    .with("found", count)
+                    .with("limit", limits::BLOCKS_PER_ROOM_MAX));
                 }
                 let cell_bytes = u64::from(pool.cell_bytes()) * u64::from(pool.slabs());
                 let fit = (part_bytes / cell_bytes.max(1)).max(1);
@@ -118,8 +121,14 @@ impl Grid {
                 let layers_per_part =
                     (fit / u64::from(cells_per_part)).clamp(1, u64::from(layers.max(1))) as u32;
                 let first_part = parts as u32;
-                let pool =
-                    PoolGrid { first_part, cells, layers, cells_per_part, layers_per_part, cell_bytes };
+                let pool = PoolGrid {
+                    first_part,
+                    cells,
+                    layers,
+                    cells_per_part,
+                    layers_per_part,
+                    cell_bytes,
+                };
                 parts += u64::from(pool.columns()) * u64::from(pool.layer_groups());
                 if parts > u64::from(limits::PARTS_PER_ROOM_MAX) {
                     break;
