@@ -182,7 +182,11 @@ impl Layout {
         let layers = self.first_layer..self.first_layer + self.layers;
         format!(
             "tp {} of {}, pp {} of {}: layers {layers:?}, heads {:?}",
-            at.tp.0, at.tp.1, at.pp.0, at.pp.1, heads.first..heads.end
+            at.tp.0,
+            at.tp.1,
+            at.pp.0,
+            at.pp.1,
+            heads.first..heads.end
         )
     }
     /// Bytes of one head's row.
@@ -247,7 +251,8 @@ impl Layout {
         if !self.kv_heads_total.is_multiple_of(self.kv_heads)
             || !(self.kv_heads * self.at.tp.1).is_multiple_of(self.kv_heads_total)
         {
-            let found = format!("{} of {} at tp {}", self.kv_heads, self.kv_heads_total, self.at.tp.1);
+            let found =
+                format!("{} of {} at tp {}", self.kv_heads, self.kv_heads_total, self.at.tp.1);
             return bad("kv_heads", &found, "cannot be spread evenly over the ranks");
         }
         Ok(())
@@ -288,7 +293,8 @@ impl Layout {
         }
         let each = ours.iter().zip(theirs).enumerate();
         each.flat_map(|(n, (a, b))| {
-            let name = move |field: String| if n == 0 { field } else { format!("pool {n} {field}") };
+            let name =
+                move |field: String| if n == 0 { field } else { format!("pool {n} {field}") };
             a.differences(b).into_iter().map(move |d| Difference { field: name(d.field), ..d })
         })
         .collect()

@@ -250,8 +250,11 @@ impl Iterator for Pages<'_> {
 
     #[inline]
     fn next(&mut self) -> Option<Page> {
-        let Stretch { address: [address], bytes } = self.0.next()?;
-        Some(Page { address, bytes })
+        self.0.next().map(Page::from)
+    }
+    #[inline]
+    fn fold<A, F: FnMut(A, Page) -> A>(self, init: A, mut f: F) -> A {
+        self.0.fold(init, |all, stretch| f(all, stretch.into()))
     }
 }
 
@@ -264,8 +267,11 @@ impl Iterator for Writes<'_> {
 
     #[inline]
     fn next(&mut self) -> Option<Write> {
-        let Stretch { address: [source, destination], bytes } = self.0.next()?;
-        Some(Write { source, destination, bytes })
+        self.0.next().map(Write::from)
+    }
+    #[inline]
+    fn fold<A, F: FnMut(A, Write) -> A>(self, init: A, mut f: F) -> A {
+        self.0.fold(init, |all, stretch| f(all, stretch.into()))
     }
 }
 
@@ -291,6 +297,20 @@ impl<const N: usize> Stretch<N> {
             }
             _ => false,
         }
+    }
+}
+
+impl From<Stretch<1>> for Page {
+    #[inline]
+    fn from(Stretch { address: [address], bytes }: Stretch<1>) -> Self {
+        Self { address, bytes }
+    }
+}
+
+impl From<Stretch<2>> for Write {
+    #[inline]
+    fn from(Stretch { address: [source, destination], bytes }: Stretch<2>) -> Self {
+        Self { source, destination, bytes }
     }
 }
 
@@ -432,6 +452,21 @@ impl<'a, const N: usize> Stretches<'a, N> {
                 return Some(stretch);
             }
         }
+    }
+    /// As repeated [`Stretches::next`], with what grows kept out of memory.
+    #[inline]
+    fn fold<A>(mut self, init: A, mut f: impl FnMut(A, Stretch<N>) -> A) -> A {
+        let (mut all, mut stretch) = (init, self.grown);
+        if stretch.bytes == 0 {
+            return all;
+        }
+        while let Some(more) = self.piece() {
+            if !stretch.grow(&more) {
+                all = f(all, stretch);
+                stretch = more;
+            }
+        }
+        f(all, stretch)
     }
 }
 
