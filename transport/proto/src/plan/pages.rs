@@ -415,8 +415,9 @@ impl<'a, const N: usize> Stretches<'a, N> {
         }
         self.cells_left = self.cells_left.checked_sub(1)?;
         let mut cell = [0; N];
-        for n in 0..N {
-            cell[n] = self.walks[n].next_cell()? + u64::from(self.pattern.offset[n]);
+        let sides = self.walks.iter_mut().zip(&self.pattern.offset);
+        for (at, (walk, &offset)) in cell.iter_mut().zip(sides) {
+            *at = walk.next_cell()? + u64::from(offset);
         }
         Some(cell)
     }
@@ -472,7 +473,7 @@ impl<'a, const N: usize> Stretches<'a, N> {
 
 #[inline]
 fn step<const N: usize>(at: &mut [u64; N], steps: &Steps<N>) {
-    for n in 0..N {
-        at[n] += u64::from(steps.stride_bytes[n]);
+    for (at, &stride_bytes) in at.iter_mut().zip(&steps.stride_bytes) {
+        *at += u64::from(stride_bytes);
     }
 }
