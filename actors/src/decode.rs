@@ -17,7 +17,7 @@ use kvlane_proto::{
     Time,
 };
 use kvlane_transport::clock::now;
-use kvlane_transport::engine::{Command, EngineEvent, FenceHow, FenceProof, OpenGrant, Pull};
+use kvlane_transport::engine::{Command, EngineEvent, FenceHow, FenceProof, OpenGrant, OpenSource};
 use kvlane_transport::memory::{Lent, Quarantine};
 use kvlane_transport::quic::Session;
 use tokio::sync::oneshot;
@@ -51,14 +51,16 @@ impl DecodeWorker {
 /// Blocks that the serving engine lends to a room.
 #[derive(Clone, Debug)]
 pub struct LendRequest {
-    /// The room, reserved at this worker by a router, or any number with `prefill`.
+    /// The room, reserved at this worker by a router, or any number with `prefills`.
     pub room: RoomId,
     /// Tokens of the prompt, and how many of them are here already.
     pub span: Span,
-    /// One block of the pool for each block of the span; not touched until they come back.
-    pub blocks: BlockList,
-    /// The prefill worker; only needed where no router has reserved.
-    pub prefill: Option<WorkerAddress>,
+    /// For each pool, one block for each of its blocks in the span ([`Span::blocks`]); not touched
+    /// until they come back.
+    pub blocks: Vec<BlockList>,
+    /// The prefill workers: every rank that has something for this one. Only needed where no router
+    /// has reserved.
+    pub prefills: Vec<WorkerAddress>,
     /// The room ends by then.
     pub deadline: Duration,
 }
@@ -213,7 +215,7 @@ impl Ending {
     ///
     /// # Errors
     /// [`ErrorKind::Quarantined`] if the proof will not come.
-    pub async fn into_blocks(self) -> Result<BlockList> {
+    pub async fn into_blocks(self) -> Result<Vec<BlockList>> {
         let withheld =
             || Error::new(ErrorKind::Quarantined, "nothing proves that the blocks are quiet");
         let (lent, proof) = match self.blocks {
@@ -260,11 +262,11 @@ pub(crate) struct Rooms {
 
 fn actor(parts: Parts, ledger: Arc<Quarantine>) -> DecodeActor {
     let config = &parts.config;
-    let mut link = LinkConfig::new(config.pool.layout.clone(), true);
+    let pools = config.pools.clone();
+    let mut link = LinkConfig::new(pools.layouts.clone(), true);
     link.lanes = config.lanes_per_link;
     link.part_bytes = config.part_bytes;
-    let mut machine =
-        DecodeConfig::new(config.pool.layout.clone(), config.pool.map.clone(), parts.seed);
+    let mut machine = DecodeConfig::new(pools.layouts, pools.maps, parts.seed);
     machine.part_bytes = config.part_bytes;
     machine.lanes_per_room = config.lanes_per_room;
     machine.room_deadline_ms = config.room_deadline_ms;
@@ -299,11 +301,10 @@ impl Rooms {
                     .increment(1);
                 self.lending = Some(Err(why));
             }
-            Output::Open { link, grant, lanes, plan } => {
-                shell.engine.send(Command::Open(OpenGrant { link, grant, lanes, plan }));
-            }
-            Output::Pull { link, serve, parts } => {
-                shell.engine.send(Command::Pull(Pull { link, serve, parts }));
+            Output::Open { grant, sources } => {
+                let open = |(link, lanes, plan)| OpenSource { link, lanes, plan };
+                let sources = sources.into_iter().map(open).collect();
+                shell.engine.send(Command::Open(OpenGrant { grant, sources }));
             }
             Output::Fence { grant, how } => shell.engine.send(Command::Fence { grant, how }),
             Output::Ended { room, grant, outcome, proof, .. } => {
@@ -378,7 +379,9 @@ impl Side for Rooms {
     }
     fn news(&mut self, now: Time, shell: &mut Shell, news: News) {
         let event = match news {
-            News::Up { link, peer, path, lanes, .. } => Event::LinkUp { link, peer, path, lanes },
+            News::Up { link, peer, path, lanes, share, pools, .. } => {
+                Event::LinkUp { link, peer, path, lanes, share, pools }
+            }
             News::Deliver { link, msg, .. } => {
                 shell.hooks.heard(&msg);
                 Event::Peer { link, msg }
@@ -392,8 +395,7 @@ impl Side for Rooms {
         let event = match event {
             EngineEvent::LaneUp { link, lane } => Event::LaneUp { link, lane },
             EngineEvent::LaneDown { link, lane, .. } => Event::LaneDown { link, lane },
-            EngineEvent::Arrived { grant, part, .. } => Event::Arrived { grant, part },
-            EngineEvent::PullStale { grant, .. } => Event::PullStale { grant },
+            EngineEvent::Arrived { link, grant, part, .. } => Event::Arrived { link, grant, part },
             EngineEvent::Fenced(proof) => Event::Fenced { grant: proof.grant(), proof },
             EngineEvent::FenceFailed { grant, why } => Event::FenceFailed { grant, why },
             // The shell's, or of the sender's side.
@@ -434,10 +436,10 @@ impl Handler<LendIn> for DecodeActor {
             return Err(Error::new(ErrorKind::DeadlineExceeded, "the caller has gone")
                 .with("room", request.room));
         }
-        let LendRequest { room, span, blocks, prefill, deadline } = request;
+        let LendRequest { room, span, blocks, prefills, deadline } = request;
         let deadline_ms = deadline.as_millis().min(u128::from(u64::MAX)) as u64;
         let list = blocks.clone();
-        let lend = Lend { room, span, blocks, prefill, deadline_ms };
+        let lend = Lend { room, span, blocks, prefills, deadline_ms };
         let side = &mut self.side;
         side.machine.handle_event(now(), Event::Lend(lend));
         // The answer is the first output; the blocks are ours before anything else happens.

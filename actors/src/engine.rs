@@ -13,7 +13,7 @@ use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
 use kvlane_transport::engine::{Caps, Command, Engine, EngineEvent};
 
-use crate::pool::Pool;
+use crate::pool::Pools;
 
 /// Which data plane a worker uses.
 #[derive(Clone, Debug)]
@@ -111,7 +111,7 @@ impl Commands {
 /// is called with `false` when the thread has ended.
 pub(crate) fn start(
     choice: &EngineChoice,
-    pool: &Pool,
+    pools: &Pools,
     wake: impl Fn(bool) + Send + 'static,
 ) -> Result<(Commands, Caps, Inbox)> {
     let engine: Box<dyn Engine> = match choice {
@@ -129,7 +129,7 @@ pub(crate) fn start(
             }
         }),
     )?;
-    for region in &pool.regions {
+    for region in &pools.regions {
         handle.register(region)?;
     }
     Ok((Commands::new(handle), caps, inbox))

@@ -62,9 +62,9 @@ impl WorkerHandle {
     pub fn address(&self) -> &WorkerAddress {
         &self.about.address
     }
-    /// Geometry of its pool.
-    pub fn layout(&self) -> &Layout {
-        &self.about.layout
+    /// Geometry of its pools.
+    pub fn pools(&self) -> &[Layout] {
+        &self.about.pools
     }
     /// How busy it is; O(1).
     pub fn load(&self) -> Load {

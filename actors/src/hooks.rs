@@ -38,8 +38,8 @@ impl Hooks {
             DecodeOutput::Reply { reply: Ok(Reply::Reserved { .. }), .. } => {
                 self.at("reserved");
             }
-            DecodeOutput::Open { plan, .. } => {
-                self.parts = u64::from(plan.grid().parts());
+            DecodeOutput::Open { sources, .. } => {
+                self.parts = sources.iter().map(|s| u64::from(s.2.grid().parts())).sum();
                 self.moved = 0;
             }
             DecodeOutput::Send { msg: PeerMsg::Offer(_), .. } => self.at("offer-sent"),

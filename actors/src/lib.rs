@@ -39,6 +39,7 @@ mod shell;
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
 pub use engine::EngineChoice;
 pub use handle::WorkerHandle;
-pub use pool::Pool;
+pub use kvlane_proto::prefill::Takers;
+pub use pool::Pools;
 pub use prefill::{AttachRequest, ChunkRequest, PrefillHandle, PrefillWorker, Ready, Sending};
 pub use runtime::{WorkerConfig, WorkerEnd};

@@ -6,12 +6,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use actix::prelude::*;
 use kvlane_proto::link::{EngineChoice, Event, Link, LinkConfig, Output};
 use kvlane_proto::msg::peer::{PeerFrame, PeerMsg};
 use kvlane_proto::{
-    DataPath, Error, ErrorKind, Identity, LaneId, LinkId, Refusal, Time, WorkerKey,
+    DataPath, Error, ErrorKind, Identity, LaneId, Layout, LinkId, Refusal, Share, Time, WorkerKey,
 };
 use kvlane_transport::engine::{Caps, Command};
 use kvlane_transport::quic::{Death, FrameReceiver, FrameSender, Session, Watch};
@@ -28,9 +29,26 @@ pub(crate) struct LinkIn {
 
 /// What a link means for the rooms.
 pub(crate) enum News {
-    Up { link: LinkId, peer: WorkerKey, path: DataPath, lanes: u16, part_bytes: u64 },
-    Deliver { link: LinkId, msg: PeerMsg, echo_sent: Time },
-    Lost { link: LinkId, peer: WorkerKey, was_up: bool, why: Refusal },
+    Up {
+        link: LinkId,
+        peer: WorkerKey,
+        path: DataPath,
+        lanes: u16,
+        part_bytes: u64,
+        share: Arc<Share>,
+        pools: Arc<[Layout]>,
+    },
+    Deliver {
+        link: LinkId,
+        msg: PeerMsg,
+        echo_sent: Time,
+    },
+    Lost {
+        link: LinkId,
+        peer: WorkerKey,
+        was_up: bool,
+        why: Refusal,
+    },
 }
 
 struct Entry {
@@ -123,7 +141,7 @@ impl Links {
                 name: self.caps.name.to_string(),
                 path: self.caps.path,
                 blob,
-                map: None,
+                maps: Vec::new(),
             }]),
             Err(e) => Event::Bye(e.to_refusal()),
         };
@@ -192,15 +210,15 @@ impl Links {
                         entry.machine.handle_event(now, Event::Closed(e.to_refusal()));
                     }
                 }
-                Output::Connect { engine: _, remote, map } => {
-                    self.engine.send(Command::Connect { link, remote, map });
+                Output::Connect { engine: _, remote, maps } => {
+                    self.engine.send(Command::Connect { link, remote, maps });
                 }
-                Output::Up { path, lanes, part_bytes } => {
+                Output::Up { path, lanes, part_bytes, share, pools } => {
                     entry.up = true;
                     let peer = entry.machine.peer().clone();
                     tracing::info!(%peer, lanes, part_bytes, "link is up");
                     metrics::gauge!("kvlane_links").increment(1);
-                    news.push(News::Up { link, peer, path, lanes, part_bytes });
+                    news.push(News::Up { link, peer, path, lanes, part_bytes, share, pools });
                 }
                 Output::Deliver { msg, echo_sent } => {
                     news.push(News::Deliver { link, msg, echo_sent });

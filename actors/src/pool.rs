@@ -1,60 +1,85 @@
-//! A registered KV pool: what its pages mean, and where they are.
+//! The registered KV pools of a rank: what their pages mean, and where they are.
 
 use std::sync::Arc;
 
 use kvlane_proto::{Device, Error, ErrorKind, Layout, PoolMap, Result};
 use kvlane_transport::memory::Region;
 
-/// The KV pool of one rank.
+/// The KV pools of one rank; most have one.
 #[derive(Clone, Debug)]
-pub struct Pool {
-    /// Geometry.
-    pub layout: Layout,
-    /// Where its pages are.
-    pub map: Arc<PoolMap>,
+pub struct Pools {
+    /// Geometry, pool by pool. The first has pages for the whole prompt.
+    pub layouts: Arc<[Layout]>,
+    /// Where the pages of each are.
+    pub maps: Arc<[Arc<PoolMap>]>,
     /// The memory that holds them.
     pub regions: Vec<Arc<Region>>,
 }
 
-impl Pool {
-    /// A pool in host memory of kvlane's own, slabs one behind the other.
+impl Pools {
+    /// One pool in host memory of kvlane's own, slabs one behind the other.
     ///
     /// # Errors
     /// [`ErrorKind::Memory`] if the kernel has no such memory.
     pub fn own(layout: Layout, blocks: u32) -> Result<Self> {
-        layout.check()?;
-        let region = Region::memfd(PoolMap::contiguous_bytes(&layout, blocks))?;
-        let map = PoolMap::contiguous(Device::Host, region.address(), &layout, blocks);
-        Self::new(layout, map, vec![region])
+        Self::own_all(vec![(layout, blocks)])
     }
 
-    /// A pool that the serving engine has allocated.
+    /// Pools in host memory of kvlane's own, each in a region of its own.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] if two pages share a byte, [`ErrorKind::Memory`] if a slab is not
-    /// inside one of the regions; both name the slab and the ranges.
-    pub fn new(layout: Layout, map: PoolMap, regions: Vec<Arc<Region>>) -> Result<Self> {
-        layout.check()?;
-        map.check(&layout)?;
-        let page = u64::from(layout.page_bytes());
-        let extent = map.block_stride_bytes * u64::from(map.blocks - 1) + page;
-        for (slab, &address) in map.slab_address.iter().enumerate() {
-            if !regions.iter().any(|r| r.contains(map.device, address, extent)) {
-                let known: Vec<String> = regions
-                    .iter()
-                    .map(|r| format!("{} {:#x}+{:#x}", r.device(), r.address(), r.bytes()))
-                    .collect();
-                return Err(Error::new(ErrorKind::Memory, "a slab is not in registered memory")
-                    .with("slab", slab)
-                    .with("device", map.device)
-                    .with("address", format!("{address:#x}"))
-                    .with("bytes", extent)
-                    .with("regions", known.join(", "))
-                    .hint("register the whole tensor that holds the slab"));
-            }
+    /// As [`Pools::own`] and [`Pools::new`].
+    pub fn own_all(pools: Vec<(Layout, u32)>) -> Result<Self> {
+        let mut regions = Vec::new();
+        let mut mapped = Vec::new();
+        for (layout, blocks) in pools {
+            layout.check()?;
+            let region = Region::memfd(PoolMap::contiguous_bytes(&layout, blocks))?;
+            let map = PoolMap::contiguous(Device::Host, region.address(), &layout, blocks);
+            mapped.push((layout, map));
+            regions.push(region);
         }
-        Ok(Self { layout, map: Arc::new(map), regions })
+        Self::new(mapped, regions)
     }
+
+    /// Pools that the serving engine has allocated.
+    ///
+    /// # Errors
+    /// As [`Layout::check_pools`]; [`ErrorKind::Malformed`] if two pages of a pool share a byte,
+    /// [`ErrorKind::Memory`] if a slab is not inside one of the regions. They name the pool, the
+    /// slab and the ranges.
+    pub fn new(pools: Vec<(Layout, PoolMap)>, regions: Vec<Arc<Region>>) -> Result<Self> {
+        let (layouts, maps): (Vec<Layout>, Vec<PoolMap>) = pools.into_iter().unzip();
+        Layout::check_pools(&layouts)?;
+        for (pool, (layout, map)) in layouts.iter().zip(&maps).enumerate() {
+            map.check(layout).map_err(|e| e.with("pool", pool))?;
+            inside(layout, map, &regions).map_err(|e| e.with("pool", pool))?;
+        }
+        Ok(Self {
+            layouts: layouts.into(),
+            maps: maps.into_iter().map(Arc::new).collect(),
+            regions,
+        })
+    }
+}
+
+/// Every slab lies in one of the regions.
+fn inside(layout: &Layout, map: &PoolMap, regions: &[Arc<Region>]) -> Result<()> {
+    let page = u64::from(layout.page_bytes());
+    let extent = map.block_stride_bytes * u64::from(map.blocks - 1) + page;
+    for (slab, &address) in map.slab_address.iter().enumerate() {
+        if !regions.iter().any(|r| r.contains(map.device, address, extent)) {
+            let known: Vec<String> = regions.iter().map(ToString::to_string).collect();
+            return Err(Error::new(ErrorKind::Memory, "a slab is not in registered memory")
+                .with("slab", slab)
+                .with("device", map.device)
+                .with("address", format!("{address:#x}"))
+                .with("bytes", extent)
+                .with("regions", known.join(", "))
+                .hint("register the whole tensor that holds the slab"));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -73,14 +98,15 @@ mod tests {
             head_dim: 8,
             dtype: Dtype::Bf16,
             page_tokens: 4,
+            window_tokens: 0,
             order: Order::Nhd,
             kind: KvKind::Split,
             at: Coordinates::SINGLE,
         };
-        let pool = Pool::own(layout.clone(), 4).unwrap();
-        let mut map = (*pool.map).clone();
+        let pools = Pools::own(layout.clone(), 4).unwrap();
+        let mut map = (*pools.maps[0]).clone();
         map.slab_address[3] += 64;
-        let e = Pool::new(layout, map, pool.regions).unwrap_err();
+        let e = Pools::new(vec![(layout, map)], pools.regions).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Memory);
         assert!(e.to_string().contains("slab=3") && e.to_string().contains("host 0x"), "{e}");
     }

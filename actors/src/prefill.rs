@@ -9,10 +9,10 @@ use kvlane_proto::decode::CallId;
 use kvlane_proto::link::LinkConfig;
 use kvlane_proto::msg::call::{Call, Reply};
 use kvlane_proto::msg::service::Load;
-use kvlane_proto::prefill::{Chunk, Event, Output, Prefill, PrefillConfig};
+use kvlane_proto::prefill::{Chunk, Event, Output, Prefill, PrefillConfig, Takers};
 use kvlane_proto::{
-    Blame, BlockList, Error, ErrorKind, Identity, Outcome, PartPages, Refusal, Result, Role,
-    RoomId, Span, Time,
+    Blame, BlockList, Error, ErrorKind, Identity, Outcome, Refusal, Result, Role, RoomId, Span,
+    Time,
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::{Command, EngineEvent, Post, Quiesced};
@@ -21,7 +21,6 @@ use tokio::sync::watch;
 use crate::calls::not_here;
 use crate::handle::{WorkerHandle, gone};
 use crate::links::News;
-use crate::pool::Pool;
 use crate::runtime::{self, Parts, WorkerConfig};
 use crate::shell::{Shell, Side, Worker};
 
@@ -64,8 +63,8 @@ pub struct AttachRequest {
     pub room: RoomId,
     /// Tokens of the prompt.
     pub tokens: u32,
-    /// The decode worker that may fetch it; any of the cluster if `None`.
-    pub decode: Option<Identity>,
+    /// Who fetches it: every decode rank that has something to fetch from this rank.
+    pub takers: Takers,
     /// The router that placed it, if the request names it: it may abort before the offer.
     pub issuer: Option<Identity>,
     /// The room ends by then.
@@ -75,12 +74,15 @@ pub struct AttachRequest {
 /// Pages that have become ready.
 #[derive(Clone, Debug)]
 pub struct ChunkRequest {
+    /// The pool; 0 for those with one.
+    pub pool: u32,
     /// Tokens of the prompt, in order for each layer. The last block of a chunk that ends inside a
-    /// block goes out with the chunk that completes it.
+    /// block goes out with the chunk that completes it. The whole prompt where blocks are rows;
+    /// where layers look at a window only, what is before it may be left out.
     pub tokens: Range<u32>,
-    /// Layers of this rank.
+    /// Layers of this rank's pool.
     pub layers: Range<u32>,
-    /// The blocks that hold `tokens`; not changed until [`Sending::released`].
+    /// The blocks that hold `tokens`, or the rows; not changed until [`Sending::released`].
     pub blocks: BlockList,
     /// When they may be read.
     pub ready: Ready,
@@ -139,7 +141,8 @@ impl Sending {
     pub fn room(&self) -> RoomId {
         self.room
     }
-    /// Waits for the decode's offer: what of the prompt it wants. Chunks may be sent before.
+    /// Waits for the offers of all takers: what of the prompt any of them wants. Chunks may be sent
+    /// before.
     ///
     /// # Errors
     /// Why the room ended without one; the room's deadline bounds the wait.
@@ -170,8 +173,8 @@ impl Sending {
                 .with("pool", "host memory")
                 .hint("send with Ready::Now once the pages are written"));
         }
-        let ChunkRequest { tokens, layers, blocks, .. } = chunk;
-        let chunk = Chunk { room: self.room, tokens, layers, blocks };
+        let ChunkRequest { pool, tokens, layers, blocks, .. } = chunk;
+        let chunk = Chunk { room: self.room, pool, tokens, layers, blocks };
         self.handle.worker.asked(self.handle.actor.send(ChunkIn(chunk))).await?
     }
     /// Says that every page was declared. If some was not, the room fails as incomplete.
@@ -246,7 +249,6 @@ struct Mouth {
 /// The rooms of a prefill worker.
 pub(crate) struct Rooms {
     machine: Prefill<Quiesced>,
-    pool: Pool,
     mouths: HashMap<RoomId, Mouth>,
     /// The answer to the event of the serving engine that is being handled.
     answer: Option<Result<()>>,
@@ -255,13 +257,13 @@ pub(crate) struct Rooms {
 
 fn actor(parts: Parts, retries: watch::Sender<u64>) -> PrefillActor {
     let config = &parts.config;
-    let pool = config.pool.clone();
-    let mut link = LinkConfig::new(pool.layout.clone(), false);
+    let pools = config.pools.clone();
+    let mut link = LinkConfig::new(pools.layouts.clone(), false);
     link.lanes = config.lanes_per_link;
-    let mut machine = PrefillConfig::new(pool.layout.clone(), pool.map.blocks, parts.seed);
+    let mut machine = PrefillConfig::new(pools.layouts, pools.maps, parts.seed);
     machine.room_deadline_ms = config.room_deadline_ms;
     let machine = Prefill::new(machine);
-    let rooms = Rooms { machine, pool, mouths: HashMap::new(), answer: None, retries };
+    let rooms = Rooms { machine, mouths: HashMap::new(), answer: None, retries };
     Worker::new(parts, link, rooms)
 }
 
@@ -279,27 +281,20 @@ impl Rooms {
                     .increment(1);
                 self.answer = Some(Err(why));
             }
-            Output::Granted { room, offer, .. } => {
-                if let Some(mouth) = self.mouths.get(&room) {
-                    mouth.granted.send_replace(Some(offer.span));
+            Output::Granted { room, wanted, .. } => {
+                if let (Some(mouth), Some(_)) = (self.mouths.get(&room), wanted) {
+                    mouth.granted.send_replace(wanted);
                 }
             }
-            Output::Post { link, grant, part, lane, layers, ids } => {
-                let map = self.pool.map.clone();
-                match PartPages::of_source(&self.pool.layout, map, layers, ids) {
-                    Ok(pages) => {
-                        shell.engine.send(Command::Post(Post { link, grant, part, lane, pages }));
-                    }
-                    // Chunks are checked when they are declared.
-                    Err(e) => tracing::error!(error = %e, "a part names pages that are not there"),
-                }
+            Output::Post { link, grant, part, lane, pages } => {
+                shell.engine.send(Command::Post(Post { link, grant, part, lane, pages }));
             }
             Output::ResetLane { link, lane } => {
                 shell.engine.send(Command::ResetLane { link, lane });
             }
             Output::Quiesce { link, grant } => shell.engine.send(Command::Quiesce { link, grant }),
-            // The proof has done its work: the room's source may change.
-            Output::Released { room, proof: _ } => {
+            // The proofs have done their work: the room's source may change.
+            Output::Released { room, proofs: _ } => {
                 if let Some(mouth) = self.mouths.get(&room) {
                     mouth.released.send_replace(Some(Ok(())));
                 }
@@ -350,8 +345,8 @@ impl Side for Rooms {
     }
     fn news(&mut self, now: Time, _: &mut Shell, news: News) {
         let event = match news {
-            News::Up { link, peer, path, part_bytes, .. } => {
-                Event::LinkUp { link, peer, path, part_bytes }
+            News::Up { link, peer, path, part_bytes, share, .. } => {
+                Event::LinkUp { link, peer, path, part_bytes, share }
             }
             News::Deliver { link, msg, echo_sent } => Event::Peer { link, msg, echo_sent },
             News::Lost { link, why, .. } => Event::LinkDown { link, why },
@@ -419,14 +414,14 @@ impl Side for Rooms {
 impl Handler<AttachIn> for PrefillActor {
     type Result = Result<Ears>;
     fn handle(&mut self, AttachIn(request): AttachIn, ctx: &mut Context<Self>) -> Result<Ears> {
-        let AttachRequest { room, tokens, decode, issuer, deadline } = request;
+        let AttachRequest { room, tokens, takers, issuer, deadline } = request;
         let deadline_ms = deadline.as_millis().min(u128::from(u64::MAX)) as u64;
         let (granted, g) = watch::channel(None);
         let (released, r) = watch::channel(None);
         let (ended, e) = watch::channel(None);
         // Whoever has the room already keeps it if this leg is refused.
         let before = self.side.mouths.insert(room, Mouth { granted, released, ended });
-        let event = Event::Attach { room, tokens, decode, issuer, deadline_ms };
+        let event = Event::Attach { room, tokens, takers, issuer, deadline_ms };
         match self.asked(event, ctx) {
             Ok(()) => Ok(Ears { granted: g, released: r, ended: e }),
             Err(why) => {

@@ -22,7 +22,7 @@ use kvlane_transport::service_client::{RegistrationState, ServiceClient, keep_re
 use tokio::sync::{oneshot, watch};
 
 use crate::engine::{self, Commands, EngineChoice, Inbox};
-use crate::pool::Pool;
+use crate::pool::Pools;
 
 /// How a worker is set up.
 #[derive(Clone, Debug)]
@@ -40,8 +40,8 @@ pub struct WorkerConfig {
     pub service: Option<String>,
     /// Where its model server takes requests; told to routers.
     pub serving: String,
-    /// Its KV pool.
-    pub pool: Pool,
+    /// Its KV pools.
+    pub pools: Pools,
     /// Its data plane.
     pub engine: EngineChoice,
     /// Lanes of each link; the smaller of two workers' counts.
@@ -59,7 +59,7 @@ pub struct WorkerConfig {
 
 impl WorkerConfig {
     /// A worker on loopback with the defaults, not registered anywhere.
-    pub fn new(identity: Identity, security: Security, pool: Pool, engine: EngineChoice) -> Self {
+    pub fn new(identity: Identity, security: Security, pools: Pools, engine: EngineChoice) -> Self {
         Self {
             identity,
             security,
@@ -67,7 +67,7 @@ impl WorkerConfig {
             advertise: None,
             service: None,
             serving: String::new(),
-            pool,
+            pools,
             engine,
             lanes_per_link: limits::LANES_PER_LINK,
             lanes_per_room: limits::LANES_PER_ROOM,
@@ -164,7 +164,7 @@ pub(crate) struct Running<A: Actor> {
 #[derive(Clone)]
 pub(crate) struct About {
     pub(crate) address: WorkerAddress,
-    pub(crate) layout: kvlane_proto::Layout,
+    pub(crate) pools: Vec<kvlane_proto::Layout>,
     pub(crate) load: watch::Receiver<Load>,
     pub(crate) registration: watch::Receiver<RegistrationState>,
     pub(crate) end: watch::Receiver<Option<WorkerEnd>>,
@@ -245,7 +245,7 @@ async fn run<A>(
     };
     let about = About {
         address: record.worker.clone(),
-        layout: record.layout.clone(),
+        pools: record.pools.clone(),
         load: loads.clone(),
         registration,
         end: ended,
@@ -321,8 +321,8 @@ where
     };
     let record = Registration {
         worker: WorkerAddress { key: key.clone(), address },
-        layout: config.pool.layout.clone(),
-        pool_blocks: config.pool.map.blocks,
+        pools: config.pools.layouts.to_vec(),
+        pool_blocks: config.pools.maps.first().map_or(0, |m| m.blocks),
         engines: vec![
             match config.engine {
                 EngineChoice::Tcp(_) => "tcp",
@@ -336,7 +336,7 @@ where
     // The engine starts before its actor can be addressed; what it says until then waits.
     let actor: Arc<OnceLock<Addr<A>>> = Arc::default();
     let to = actor.clone();
-    let (engine, caps, inbox) = engine::start(&config.engine, &config.pool, move |more| {
+    let (engine, caps, inbox) = engine::start(&config.engine, &config.pools, move |more| {
         if let Some(actor) = to.get() {
             actor.do_send(EngineWake(more));
         }

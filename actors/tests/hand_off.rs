@@ -5,12 +5,13 @@
 use std::time::Duration;
 
 use kvlane_actors::{
-    AttachRequest, ChunkRequest, DecodeHandle, DecodeWorker, EngineChoice, LendRequest, Pool,
+    AttachRequest, ChunkRequest, DecodeHandle, DecodeWorker, EngineChoice, LendRequest, Pools,
     PrefillHandle, PrefillWorker, Ready, WorkerConfig, WorkerEnd,
 };
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::msg::Purpose;
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame};
+use kvlane_proto::prefill::Takers;
 use kvlane_proto::{
     BlockList, ErrorKind, Identity, Incarnation, Layout, Outcome, Role, RoomId, Span, WorkerKey,
 };
@@ -32,25 +33,26 @@ fn layout() -> Layout {
         head_dim: 32,
         dtype: Dtype::Bf16,
         page_tokens: 16,
+        window_tokens: 0,
         order: Order::Nhd,
         kind: KvKind::Split,
         at: Coordinates::SINGLE,
     }
 }
 
-fn config(role: Role, name: &str, layout: Layout) -> (WorkerConfig, Pool) {
+fn config(role: Role, name: &str, layout: Layout) -> (WorkerConfig, Pools) {
     let identity = Identity::new("test", role, name, 0).unwrap();
     let security = Security::Insecure;
-    let pool = Pool::own(layout, BLOCKS).unwrap();
+    let pool = Pools::own(layout, BLOCKS).unwrap();
     let engine = EngineChoice::Tcp(TcpConfig::default());
     (WorkerConfig::new(identity, security, pool.clone(), engine), pool)
 }
 
 struct Pair {
     prefill: PrefillHandle,
-    source: Pool,
+    source: Pools,
     decode: DecodeHandle,
-    target: Pool,
+    target: Pools,
 }
 
 fn pair_of(source_layout: Layout, part_bytes: u64) -> Pair {
@@ -70,21 +72,21 @@ fn byte(slab: usize, block: u32, at: u64, salt: u8) -> u8 {
 }
 
 /// Offset of a page in the pool's one region.
-fn at(pool: &Pool, slab: usize, block: u32) -> u64 {
-    pool.map.slab_address[slab] - pool.regions[0].address()
-        + u64::from(block) * pool.map.block_stride_bytes
+fn at(pool: &Pools, slab: usize, block: u32) -> u64 {
+    pool.maps[0].slab_address[slab] - pool.regions[0].address()
+        + u64::from(block) * pool.maps[0].block_stride_bytes
 }
 
-fn fill(pool: &Pool, block: u32, salt: u8) {
-    let page = u64::from(pool.layout.page_bytes());
-    for slab in 0..pool.map.slab_address.len() {
+fn fill(pool: &Pools, block: u32, salt: u8) {
+    let page = u64::from(pool.layouts[0].page_bytes());
+    for slab in 0..pool.maps[0].slab_address.len() {
         let bytes: Vec<u8> = (0..page).map(|i| byte(slab, block, i, salt)).collect();
         pool.regions[0].memory().write_at(at(pool, slab, block), &bytes).unwrap();
     }
 }
 
-fn page(pool: &Pool, slab: usize, block: u32) -> Vec<u8> {
-    let mut bytes = vec![0; pool.layout.page_bytes() as usize];
+fn page(pool: &Pools, slab: usize, block: u32) -> Vec<u8> {
+    let mut bytes = vec![0; pool.layouts[0].page_bytes() as usize];
     pool.regions[0].memory().read_at(at(pool, slab, block), &mut bytes).unwrap();
     bytes
 }
@@ -94,14 +96,14 @@ impl Pair {
         LendRequest {
             room: RoomId(room),
             span: Span { tokens, prefix_tokens: prefix },
-            blocks: BlockList::from_ids(blocks),
-            prefill: Some(self.prefill.address().clone()),
+            blocks: vec![BlockList::from_ids(blocks)],
+            prefills: vec![self.prefill.address().clone()],
             deadline: DEADLINE,
         }
     }
     fn attach(room: u64, tokens: u32) -> AttachRequest {
-        let deadline = DEADLINE;
-        AttachRequest { room: RoomId(room), tokens, decode: None, issuer: None, deadline }
+        let (takers, deadline) = (Takers::Any(1), DEADLINE);
+        AttachRequest { room: RoomId(room), tokens, takers, issuer: None, deadline }
     }
 }
 
@@ -121,6 +123,7 @@ async fn pages_arrive_in_place_whichever_side_comes_first_and_nothing_else_chang
         }
         let sending = pair.prefill.attach(Pair::attach(1, tokens)).await.unwrap();
         let chunk = |tokens: std::ops::Range<u32>, layers, blocks: &[u32]| ChunkRequest {
+            pool: 0,
             tokens,
             layers,
             blocks: BlockList::from_ids(blocks),
@@ -136,7 +139,7 @@ async fn pages_arrive_in_place_whichever_side_comes_first_and_nothing_else_chang
         sending.send(chunk(40..tokens, 0..3, &from[2..])).await.unwrap();
         sending.finish().await.unwrap();
         let ending = filling.unwrap().ended().await.unwrap();
-        let moved = 5 * pair.target.layout.block_bytes();
+        let moved = 5 * pair.target.layouts[0].block_bytes();
         assert_eq!(ending.outcome, Outcome::Done { bytes: moved });
         for slab in 0..6 {
             for i in 1..6 {
@@ -147,7 +150,7 @@ async fn pages_arrive_in_place_whichever_side_comes_first_and_nothing_else_chang
             assert_eq!(page(&pair.target, slab, to[0]), canary);
             assert_eq!(page(&pair.target, slab, 1), canary);
         }
-        assert_eq!(ending.into_blocks().await.unwrap(), BlockList::from_ids(&to[1..]));
+        assert_eq!(ending.into_blocks().await.unwrap(), [BlockList::from_ids(&to[1..])]);
         sending.released().await.unwrap();
         assert_eq!(sending.ended().await.unwrap(), Outcome::Done { bytes: moved });
         assert_eq!(pair.decode.quarantine().blocks(), 0);
@@ -175,7 +178,7 @@ async fn a_room_without_pages_is_done_and_an_early_finish_is_not() {
     let ending = filling.ended().await.unwrap();
     let Outcome::Failed { why, bytes: 0 } = &ending.outcome else { panic!("{ending:?}") };
     assert_eq!(why.kind, ErrorKind::Incomplete);
-    assert_eq!(ending.into_blocks().await.unwrap().len(), 3);
+    assert_eq!(ending.into_blocks().await.unwrap()[0].len(), 3);
     assert!(!sending.ended().await.unwrap().is_done());
 }
 
@@ -187,7 +190,7 @@ async fn layouts_that_differ_are_refused_with_the_field_and_blocks_come_back() {
     let Outcome::Failed { why, .. } = &ending.outcome else { panic!("{ending:?}") };
     assert_eq!(why.kind, ErrorKind::Incompatible);
     assert!(why.text.contains("dtype: decode bf16 / prefill fp8_e4m3"), "{why}");
-    assert_eq!(ending.into_blocks().await.unwrap(), BlockList::from_ids(&[4]));
+    assert_eq!(ending.into_blocks().await.unwrap(), [BlockList::from_ids(&[4])]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -247,7 +250,7 @@ async fn aborts_from_either_side_end_both_and_give_back_all_blocks() {
         }
         let ending = filling.ended().await.unwrap();
         assert_eq!(ending.outcome.why().unwrap().kind, ErrorKind::Aborted);
-        assert_eq!(ending.into_blocks().await.unwrap().len(), 4);
+        assert_eq!(ending.into_blocks().await.unwrap()[0].len(), 4);
         sending.released().await.unwrap();
         assert_eq!(sending.ended().await.unwrap().why().unwrap().kind, ErrorKind::Aborted);
     }

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::limits::PART_BYTES;
 use kvlane_proto::{
-    BlockList, Device, GrantId, Grid, Identity, Incarnation, LaneId, Layout, LinkId, PartId, Plan,
+    BlockList, Device, GrantId, Identity, Incarnation, LaneId, Layout, LinkId, PartId, Plan,
     PoolMap, Role, WorkerKey, limits,
 };
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
-use kvlane_transport::engine::{Command, EngineEvent, FenceHow, OpenGrant, Post};
+use kvlane_transport::engine::{Command, EngineEvent, FenceHow, OpenGrant, OpenSource, Post};
 use kvlane_transport::memory::Region;
 use kvlane_transport::sys::mem::Pages;
 
@@ -44,6 +44,7 @@ fn layout(page_bytes: u32) -> Layout {
         head_dim: page_bytes / page_tokens,
         dtype: Dtype::Fp8E4m3,
         page_tokens,
+        window_tokens: 0,
         order: Order::Nhd,
         kind: KvKind::Mla,
         at: Coordinates::SINGLE,
@@ -66,8 +67,8 @@ fn random_ids(seed: &mut u64, pool_blocks: u32, n: usize) -> Vec<u32> {
 fn plan(region: &Region, layout: &Layout, ids: &[u32], part_bytes: u64) -> Outcome<Arc<Plan>> {
     let blocks = (POOL_BYTES / u64::from(layout.page_bytes())) as u32;
     let map = PoolMap::contiguous(Device::Host, region.address(), layout, blocks);
-    let grid = Grid::new(layout, ids.len() as u32, part_bytes)?;
-    Ok(Arc::new(Plan::new(grid, layout, Arc::new(map), &BlockList::from_ids(ids))?))
+    let tokens = ids.len() as u32 * layout.page_tokens;
+    Ok(Arc::new(Plan::alike(layout, map.into(), tokens, &BlockList::from_ids(ids), part_bytes)?))
 }
 
 fn pages(region: &Region, plan: &Plan) -> Outcome<Pages> {
@@ -234,7 +235,7 @@ impl Engines {
         };
         let remote = blob(&said_rx)?;
         blob(&said_tx)?;
-        tx.send(Command::Connect { link: LINK, remote, map: None })?;
+        tx.send(Command::Connect { link: LINK, remote, maps: Vec::new() })?;
         match said_tx.recv_timeout(Duration::from_secs(5))? {
             EngineEvent::LaneUp { .. } => {}
             other => return Err(format!("{other:?}").into()),
@@ -245,7 +246,8 @@ impl Engines {
         self.grant += 1;
         let grant = GrantId(self.grant);
         let lanes = vec![LaneId(0)];
-        self.rx.send(Command::Open(OpenGrant { link: LINK, grant, lanes, plan: to }))?;
+        let sources = vec![OpenSource { link: LINK, lanes, plan: to }];
+        self.rx.send(Command::Open(OpenGrant { grant, sources }))?;
         std::thread::sleep(READY);
         Ok(grant)
     }

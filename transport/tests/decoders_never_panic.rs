@@ -129,9 +129,9 @@ fn pool_maps_longer_than_the_address_space_are_refused() {
             block_stride_bytes: 1 << 40,
             blocks: limits::POOL_BLOCKS_MAX,
         };
-        let engine = EngineOffer { name: "shm".into(), blob: vec![], map: Some(map) };
+        let engine = EngineOffer { name: "shm".into(), blob: vec![], maps: vec![map] };
         let info = LinkInfo {
-            layout: layout.clone(),
+            pools: vec![layout.clone()],
             engines: vec![engine],
             lanes: 1,
             part_bytes: 1 << 20,
@@ -147,35 +147,14 @@ fn pool_maps_longer_than_the_address_space_are_refused() {
 #[test]
 fn lists_that_expand_beyond_a_room_are_refused() {
     use kvlane_proto::blocks::Run;
-    use kvlane_proto::msg::peer::{Offer, PeerMsg, Serve};
-    use kvlane_proto::{BlockList, ErrorKind, GrantId, RoomId, Span, limits};
+    use kvlane_proto::msg::peer::{Offer, PeerMsg};
+    use kvlane_proto::{BlockList, GrantId, RoomId, Span, limits};
     use kvlane_transport::wire::message;
 
     let pass = |msg: PeerMsg| {
         let bytes = message::seal(&PeerFrame { seq: 1, echo: 0, msg }).unwrap();
         message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).map(drop)
     };
-    let serve = |parts: Vec<(u32, u32)>, blocks: BlockList| {
-        let (room, grant) = (RoomId(1), GrantId(1));
-        let serve =
-            Serve { room, grant, serve: 0, parts, first_block: 0, blocks, word: 0, word_value: 0 };
-        pass(PeerMsg::Serve(Box::new(serve)))
-    };
-    let max = limits::PARTS_PER_ROOM_MAX;
-    serve(vec![(0, 3), (3, 1), (9, max - 9)], BlockList::EMPTY).unwrap();
-    for bad in [
-        vec![(0, max); 2],
-        vec![(0, 2000); 500_000],
-        vec![(5, 2), (6, 2)],
-        vec![(5, 2), (1, 2)],
-        vec![(0, 3), (4, 0)],
-        vec![(max - 1, 2)],
-        vec![(u32::MAX, u32::MAX)],
-    ] {
-        let e = serve(bad, BlockList::EMPTY).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Malformed);
-        assert!(e.to_string().contains("parts") && e.to_string().contains("index="), "{e}");
-    }
     let run = |count| Run { first: 0, count, stride: 1 };
     let most = limits::BLOCKS_PER_ROOM_MAX;
     for (runs, fits) in [
@@ -185,13 +164,12 @@ fn lists_that_expand_beyond_a_room_are_refused() {
         (vec![run(1), run(0)], false),
     ] {
         let blocks = BlockList::Runs(runs);
-        assert_eq!(serve(vec![(0, 1)], blocks.clone()).is_ok(), fits);
         let offer = Offer {
             room: RoomId(1),
             grant: GrantId(1),
             issuer: None,
             span: Span { tokens: 1, prefix_tokens: 0 },
-            blocks,
+            blocks: vec![blocks],
             lanes: vec![],
             credit_parts: 1,
             lease_ms: 1,
@@ -207,9 +185,9 @@ fn parts_too_small_or_lists_too_long_are_refused_by_name() {
     use kvlane_transport::wire::message;
 
     let info = |change: &dyn Fn(&mut LinkInfo)| {
-        let engine = EngineOffer { name: "tcp".into(), blob: vec![], map: None };
+        let engine = EngineOffer { name: "tcp".into(), blob: vec![], maps: vec![] };
         let mut info = LinkInfo {
-            layout: common::layout(),
+            pools: vec![common::layout()],
             engines: vec![engine],
             lanes: 1,
             part_bytes: limits::PART_BYTES_MIN,

@@ -17,7 +17,7 @@ use kvlane_transport::engine::tcp::wire::{
     ACK_BYTES, Ack, Blob, HEADER_BYTES, HELLO_BYTES, Header, Hello, Status,
 };
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
-use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow, OpenGrant};
+use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource};
 
 fn engine(checksum: bool) -> TcpEngine {
     TcpEngine::new(TcpConfig { checksum, ..TcpConfig::default() }).unwrap()
@@ -82,7 +82,8 @@ impl Alone {
     }
     fn open(&self, grant: u64, plan: &std::sync::Arc<kvlane_proto::Plan>) {
         let lanes = (0..self.blob.lanes).map(LaneId).collect();
-        let open = OpenGrant { link: LINK, grant: GrantId(grant), lanes, plan: plan.clone() };
+        let sources = vec![OpenSource { link: LINK, lanes, plan: plan.clone() }];
+        let open = OpenGrant { grant: GrantId(grant), sources };
         self.handle.send(Command::Open(open)).unwrap();
     }
 }
@@ -332,7 +333,7 @@ fn sender_with(listener: &TcpListener, lanes: u16) -> Pair {
     p.tell_tx(Command::Listen { link: LINK, peer: peer(Role::Decode), lanes, receiver: false });
     let blob =
         Blob { lanes, token: [3; 16], addresses: vec![listener.local_addr().unwrap()] }.encode();
-    p.tell_tx(Command::Connect { link: LINK, remote: blob, map: None });
+    p.tell_tx(Command::Connect { link: LINK, remote: blob, maps: Vec::new() });
     p
 }
 fn accept(listener: &TcpListener, p: &mut Pair) -> TcpStream {

@@ -513,10 +513,16 @@ mod tests {
         WorkerKey { identity, incarnation: Incarnation([1; 16]) }
     }
     fn engine(name: &str) -> EngineChoice {
-        EngineChoice { name: name.into(), path: DataPath::ReceiverCopies, blob: vec![7], maps: Vec::new() }
+        EngineChoice {
+            name: name.into(),
+            path: DataPath::ReceiverCopies,
+            blob: vec![7],
+            maps: Vec::new(),
+        }
     }
     fn pair(prefill: Layout) -> (Link, Link) {
-        let d = Link::new(Time(0), key(Role::Prefill), LinkConfig::new([small_layout()].into(), true));
+        let d =
+            Link::new(Time(0), key(Role::Prefill), LinkConfig::new([small_layout()].into(), true));
         let p = Link::new(Time(0), key(Role::Decode), LinkConfig::new([prefill].into(), false));
         (d, p)
     }

@@ -271,7 +271,10 @@ impl Registry {
                         "one start of a worker cannot change its layout",
                     )
                     .with("worker", from)
-                    .with("differs", fields(&Layout::pools_differ(&known.registration.pools, &r.pools)))
+                    .with(
+                        "differs",
+                        fields(&Layout::pools_differ(&known.registration.pools, &r.pools)),
+                    )
                     .hint("restart the worker, so that it has a new incarnation"));
                 }
                 epoch = known.epoch;

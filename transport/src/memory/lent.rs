@@ -17,7 +17,7 @@ use crate::engine::FenceProof;
 /// ```
 /// # use kvlane_transport::{engine::FenceProof, memory::Lent};
 /// # use kvlane_proto::{BlockList, Error};
-/// fn back(lent: Lent, proof: FenceProof) -> Result<BlockList, (Lent, Error)> {
+/// fn back(lent: Lent, proof: FenceProof) -> Result<Vec<BlockList>, (Lent, Error)> {
 ///     lent.give_back(proof)
 /// }
 /// ```
@@ -27,7 +27,7 @@ use crate::engine::FenceProof;
 /// ```compile_fail,E0061
 /// # use kvlane_transport::{engine::FenceProof, memory::Lent};
 /// # use kvlane_proto::{BlockList, Error};
-/// fn back(lent: Lent) -> Result<BlockList, (Lent, Error)> {
+/// fn back(lent: Lent) -> Result<Vec<BlockList>, (Lent, Error)> {
 ///     lent.give_back()
 /// }
 /// ```
@@ -37,7 +37,7 @@ use crate::engine::FenceProof;
 /// ```compile_fail,E0616
 /// # use kvlane_transport::memory::Lent;
 /// # use kvlane_proto::BlockList;
-/// fn back(lent: &mut Lent) -> Option<BlockList> {
+/// fn back(lent: &mut Lent) -> Option<Vec<BlockList>> {
 ///     lent.blocks.take()
 /// }
 /// ```
@@ -55,15 +55,20 @@ use crate::engine::FenceProof;
 pub struct Lent {
     room: RoomId,
     grant: GrantId,
-    blocks: Option<BlockList>,
+    blocks: Option<Vec<BlockList>>,
     ledger: Arc<Quarantine>,
     /// It stands in the ledger.
     withheld: bool,
 }
 
 impl Lent {
-    /// Takes blocks from the allocator for `grant`.
-    pub fn new(room: RoomId, grant: GrantId, blocks: BlockList, ledger: &Arc<Quarantine>) -> Self {
+    /// Takes blocks from the allocator for `grant`, pool by pool.
+    pub fn new(
+        room: RoomId,
+        grant: GrantId,
+        blocks: Vec<BlockList>,
+        ledger: &Arc<Quarantine>,
+    ) -> Self {
         Self { room, grant, blocks: Some(blocks), ledger: ledger.clone(), withheld: false }
     }
     /// The room they are for.
@@ -76,7 +81,7 @@ impl Lent {
     }
     /// How many blocks.
     pub fn len(&self) -> u64 {
-        self.blocks.as_ref().map_or(0, BlockList::len)
+        self.blocks.as_deref().map_or(0, count)
     }
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
@@ -96,7 +101,7 @@ impl Lent {
     /// [`ErrorKind::Internal`] if the proof is another grant's. The proof is spent; a grant that is
     /// fenced already can be fenced again for a new one.
     #[allow(clippy::result_large_err)] // The caller gets the blocks back; boxing them helps nobody.
-    pub fn give_back(mut self, proof: FenceProof) -> Result<BlockList, (Self, Error)> {
+    pub fn give_back(mut self, proof: FenceProof) -> Result<Vec<BlockList>, (Self, Error)> {
         if proof.grant() != self.grant {
             let e = Error::new(ErrorKind::Internal, "the proof is for another grant")
                 .with("found", proof.grant())
@@ -107,7 +112,7 @@ impl Lent {
         if self.withheld {
             self.ledger.remove(self.room, self.grant);
         }
-        Ok(self.blocks.take().unwrap_or(BlockList::EMPTY))
+        Ok(self.blocks.take().unwrap_or_default())
     }
 }
 
@@ -117,6 +122,10 @@ impl Drop for Lent {
     }
 }
 
+fn count(blocks: &[BlockList]) -> u64 {
+    blocks.iter().map(BlockList::len).sum()
+}
+
 /// Blocks that are withheld because nothing proves that they are quiet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quarantined {
@@ -124,8 +133,8 @@ pub struct Quarantined {
     pub room: RoomId,
     /// The grant they were filled under.
     pub grant: GrantId,
-    /// Which.
-    pub blocks: BlockList,
+    /// Which, pool by pool.
+    pub blocks: Vec<BlockList>,
 }
 
 /// The ledger of one worker's withheld blocks; gauge `kvlane_quarantined_blocks`.
@@ -139,29 +148,30 @@ impl Quarantine {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
     fn add(&self, entry: Quarantined) {
-        if entry.blocks.is_empty() {
+        let blocks = count(&entry.blocks);
+        if blocks == 0 {
             return;
         }
         tracing::error!(
             room = entry.room.0,
             grant = entry.grant.0,
-            blocks = entry.blocks.len(),
+            blocks,
             "blocks are withheld: nothing proves that nobody writes to them; restart the worker to get them back"
         );
         // Workers of one process share the gauge.
-        metrics::gauge!("kvlane_quarantined_blocks").increment(entry.blocks.len() as f64);
+        metrics::gauge!("kvlane_quarantined_blocks").increment(blocks as f64);
         self.entries().push(entry);
     }
     fn remove(&self, room: RoomId, grant: GrantId) {
         let mut entries = self.entries();
         if let Some(at) = entries.iter().position(|e| (e.room, e.grant) == (room, grant)) {
             let entry = entries.remove(at);
-            metrics::gauge!("kvlane_quarantined_blocks").decrement(entry.blocks.len() as f64);
+            metrics::gauge!("kvlane_quarantined_blocks").decrement(count(&entry.blocks) as f64);
         }
     }
     /// Number of blocks withheld.
     pub fn blocks(&self) -> u64 {
-        self.entries().iter().map(|e| e.blocks.len()).sum()
+        self.entries().iter().map(|e| count(&e.blocks)).sum()
     }
     /// What is withheld, oldest first.
     pub fn list(&self) -> Vec<Quarantined> {
@@ -175,7 +185,7 @@ mod tests {
     use crate::engine::{FenceHow, fence::proof_for_tests};
 
     fn lent(ledger: &Arc<Quarantine>) -> Lent {
-        Lent::new(RoomId(1), GrantId(7), BlockList::from_ids(&[3, 9, 4]), ledger)
+        Lent::new(RoomId(1), GrantId(7), vec![BlockList::from_ids(&[3, 9, 4])], ledger)
     }
 
     #[test]
@@ -185,7 +195,7 @@ mod tests {
         let (still, e) = lent(&ledger).give_back(other).unwrap_err();
         assert!(e.to_string().contains("found=8, expected=7"), "{e}");
         let own = proof_for_tests(GrantId(7), FenceHow::Revoke);
-        assert_eq!(still.give_back(own).unwrap().expand(10).unwrap(), [3, 9, 4]);
+        assert_eq!(still.give_back(own).unwrap()[0].expand(10).unwrap(), [3, 9, 4]);
         assert_eq!(ledger.blocks(), 0);
     }
 
@@ -197,7 +207,7 @@ mod tests {
         one.withhold();
         assert_eq!((ledger.blocks(), ledger.list().len()), (3, 1));
         let own = proof_for_tests(GrantId(7), FenceHow::Revoke);
-        assert_eq!(one.give_back(own).unwrap().len(), 3);
+        assert_eq!(count(&one.give_back(own).unwrap()), 3);
         assert_eq!(ledger.blocks(), 0);
     }
 
@@ -205,7 +215,7 @@ mod tests {
     fn dropping_withholds_and_names() {
         let ledger = Arc::default();
         drop(lent(&ledger));
-        drop(Lent::new(RoomId(2), GrantId(9), BlockList::EMPTY, &ledger));
+        drop(Lent::new(RoomId(2), GrantId(9), vec![BlockList::EMPTY], &ledger));
         let list = ledger.list();
         assert_eq!((ledger.blocks(), list.len()), (3, 1));
         assert_eq!((list[0].room, list[0].grant), (RoomId(1), GrantId(7)));

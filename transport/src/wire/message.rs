@@ -5,7 +5,7 @@
 //! something.
 
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame};
-use kvlane_proto::msg::peer::{Offer, Outcome, PeerFrame, PeerMsg, Serve};
+use kvlane_proto::msg::peer::{Offer, Outcome, PeerFrame, PeerMsg};
 use kvlane_proto::msg::service::{Answer, Ask, ServiceRequest, ServiceResponse};
 use kvlane_proto::msg::{Greeting, Welcome};
 use kvlane_proto::{BlockList, Error, ErrorKind, GrantId, LaneId, Refusal, Result, RoomId, limits};
@@ -86,10 +86,7 @@ impl Message for PeerFrame {
                 check_numbers(*room, Some(*grant))?;
                 check_ms("lease_ms", *lease_ms)
             }
-            PeerMsg::Serve(serve) => check_serve(serve),
-            PeerMsg::OfferAck { room, grant } | PeerMsg::ServeAck { room, grant, .. } => {
-                check_numbers(*room, Some(*grant))
-            }
+            PeerMsg::OfferAck { room, grant } => check_numbers(*room, Some(*grant)),
             // A room may end before it had a grant.
             PeerMsg::Quiesced { room, .. } => check_numbers(*room, None),
             PeerMsg::Abort { room, why, .. } => {
@@ -110,7 +107,12 @@ impl Message for CallFrame {
         match &self.call {
             Call::Reserve(ask) => {
                 check_numbers(ask.room, None)?;
-                ask.prefill.check()?;
+                if ask.prefills.is_empty() || ask.prefills.len() > limits::RANKS_MAX {
+                    return Err(malformed("prefills", ask.prefills.len())
+                        .with("limit", limits::RANKS_MAX)
+                        .hint("name the prefill ranks that send to this decode rank"));
+                }
+                ask.prefills.iter().try_for_each(|p| p.check())?;
                 check_ms("wait_ms", ask.wait_ms)?;
                 check_ms("deadline_ms", ask.deadline_ms)
             }
@@ -243,18 +245,18 @@ fn check_outcome(outcome: &Outcome) -> Result<()> {
     outcome.why().map_or(Ok(()), check_refusal)
 }
 
-fn check_blocks(blocks: &BlockList) -> Result<()> {
+fn check_blocks(lists: &[BlockList]) -> Result<()> {
+    if lists.len() > limits::POOLS_MAX {
+        return Err(malformed("blocks", lists.len()).with("limit", limits::POOLS_MAX));
+    }
     let mut count = 0u64;
-    match blocks {
-        BlockList::Ids(ids) => count = ids.len() as u64,
-        BlockList::Runs(runs) => {
-            for run in runs {
-                if run.count == 0 {
-                    return Err(malformed("blocks", "an empty run"));
-                }
-                count += u64::from(run.count);
-            }
+    for blocks in lists {
+        if let BlockList::Runs(runs) = blocks
+            && runs.iter().any(|run| run.count == 0)
+        {
+            return Err(malformed("blocks", "an empty run"));
         }
+        count = count.saturating_add(blocks.len());
     }
     if count > u64::from(limits::BLOCKS_PER_ROOM_MAX) {
         return Err(Error::new(ErrorKind::LimitExceeded, "too many blocks in one room")
@@ -275,24 +277,4 @@ fn check_offer(offer: &Offer) -> Result<()> {
         return Err(malformed("lanes", offer.lanes.len()));
     }
     offer.lanes.iter().try_for_each(|(lane, _)| check_lane(*lane))
-}
-
-fn check_serve(serve: &Serve) -> Result<()> {
-    check_numbers(serve.room, Some(serve.grant))?;
-    check_blocks(&serve.blocks)?;
-    // Ascending and apart, so that together they stand for no more parts than a room can have.
-    let mut from = 0;
-    for (index, &(first, count)) in serve.parts.iter().enumerate() {
-        let end = u64::from(first) + u64::from(count);
-        if count == 0 || u64::from(first) < from || end > u64::from(limits::PARTS_PER_ROOM_MAX) {
-            return Err(malformed("parts", format!("{count} from {first} on"))
-                .with("index", index)
-                .with(
-                    "expected",
-                    format!("at least 1 from {from} on, up to {}", limits::PARTS_PER_ROOM_MAX),
-                ));
-        }
-        from = end;
-    }
-    Ok(())
 }

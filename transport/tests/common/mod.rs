@@ -3,7 +3,7 @@
 
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::msg::call::{Call, CallFrame, Reply, ReplyFrame, Reserve};
-use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, Offer, Outcome, PeerFrame, PeerMsg, Serve};
+use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, Offer, Outcome, PeerFrame, PeerMsg};
 use kvlane_proto::msg::service::{
     Answer, Ask, Cursor, Load, Registration, ServiceRequest, ServiceResponse, WorkerAddress,
     WorkerView,
@@ -36,7 +36,7 @@ macro_rules! variants {
 variants! {
     greeting_name, GREETINGS: Greeting { Hello, Welcome, Refused }
     peer_name, PEERS: PeerMsg {
-        Heartbeat, Probe, Describe, Ready, Bye, Offer, OfferAck, Renew, Serve, ServeAck, Abort,
+        Heartbeat, Probe, Describe, Ready, Bye, Offer, OfferAck, Renew, Abort,
         Quiesced, Ended,
     }
     outcome_name, OUTCOMES: Outcome { Done, Failed, Unknown }
@@ -68,6 +68,7 @@ pub fn layout() -> Layout {
         head_dim: 8,
         dtype: Dtype::Bf16,
         page_tokens: 4,
+        window_tokens: 0,
         order: Order::Nhd,
         kind: KvKind::Split,
         at: Coordinates { tp: (1, 2), ..Coordinates::SINGLE },
@@ -81,7 +82,7 @@ fn address(role: Role) -> WorkerAddress {
 fn registration() -> Registration {
     Registration {
         worker: address(Role::Prefill),
-        layout: layout(),
+        pools: vec![layout()],
         pool_blocks: 100,
         engines: vec!["tcp".into()],
         serving: "http://10.0.0.1:30000".into(),
@@ -138,11 +139,11 @@ fn peers() -> Vec<PeerMsg> {
         PeerMsg::Heartbeat,
         PeerMsg::Probe,
         PeerMsg::Describe(Box::new(LinkInfo {
-            layout: layout(),
+            pools: vec![layout()],
             engines: vec![EngineOffer {
-                name: "shm".into(),
+                name: "gpunetio".into(),
                 blob: vec![1, 2, 3],
-                map: Some(PoolMap::contiguous(Device::Gpu(1), 0x1000, &layout(), 100)),
+                maps: vec![PoolMap::contiguous(Device::Gpu(1), 0x1000, &layout(), 100)],
             }],
             lanes: 4,
             part_bytes: 1 << 20,
@@ -154,24 +155,16 @@ fn peers() -> Vec<PeerMsg> {
             grant,
             issuer: Some(identity(Role::Router)),
             span: Span { tokens: 40, prefix_tokens: 4 },
-            blocks: BlockList::Runs(vec![Run { first: 5, count: 9, stride: 1 }]),
+            blocks: vec![
+                BlockList::Runs(vec![Run { first: 5, count: 9, stride: 1 }]),
+                BlockList::Ids(vec![9, 4, 7]),
+            ],
             lanes: vec![(lane, 6)],
             credit_parts: 8,
             lease_ms: 30_000,
         })),
         PeerMsg::OfferAck { room, grant },
         PeerMsg::Renew { room, grant, lease_ms: 30_000 },
-        PeerMsg::Serve(Box::new(Serve {
-            room,
-            grant,
-            serve: 1,
-            parts: vec![(0, 3)],
-            first_block: 0,
-            blocks: BlockList::Ids(vec![9, 4, 7]),
-            word: 11,
-            word_value: 12,
-        })),
-        PeerMsg::ServeAck { room, grant, serve: 1 },
         PeerMsg::Abort { room, grant: GrantId::NONE, why: refusal() },
         PeerMsg::Quiesced { room, grant, clean: true, heard: false },
     ];
@@ -186,7 +179,7 @@ fn calls() -> Vec<Call> {
             key: IdempotencyKey([3; 16]),
             room,
             tokens: 40,
-            prefill: address(Role::Prefill),
+            prefills: vec![address(Role::Prefill)],
             wait_ms: 1000,
             deadline_ms: 60_000,
         }),

@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::{
-    BlockList, Device, ErrorKind, GrantId, Grid, Identity, Incarnation, LaneId, Layout, LinkId,
-    PartId, Plan, PoolMap, Role, Time, WorkerKey,
+    BlockList, Device, ErrorKind, GrantId, Identity, Incarnation, LaneId, Layout, LinkId, PartId,
+    Plan, PoolMap, Role, Time, WorkerKey,
 };
 use kvlane_transport::clock::now;
-use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow, OpenGrant, Post};
+use kvlane_transport::engine::{
+    Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource, Post,
+};
 use kvlane_transport::memory::Region;
 
 pub const CANARY: u8 = 0xc5;
@@ -36,6 +38,7 @@ pub fn layout(page_bytes: u32, layers: u32, kind: KvKind) -> Layout {
         head_dim: page_bytes / page_tokens,
         dtype: Dtype::Fp8E4m3,
         page_tokens,
+        window_tokens: 0,
         order: Order::Nhd,
         kind,
         at: Coordinates::SINGLE,
@@ -91,9 +94,9 @@ impl Pool {
         Self { region, layout: layout.clone(), map: Arc::new(map) }
     }
     pub fn plan(&self, ids: &[u32], part_bytes: u64) -> Arc<Plan> {
-        let grid = Grid::new(&self.layout, ids.len() as u32, part_bytes).unwrap();
+        let tokens = ids.len() as u32 * self.layout.page_tokens;
         let list = BlockList::from_ids(ids);
-        Arc::new(Plan::new(grid, &self.layout, self.map.clone(), &list).unwrap())
+        Arc::new(Plan::alike(&self.layout, self.map.clone(), tokens, &list, part_bytes).unwrap())
     }
     pub fn fill(&self, value: u8) {
         self.region.memory().fill(0, self.region.bytes(), value).unwrap();
@@ -115,9 +118,15 @@ impl Pool {
 
 /// All pages of a plan in wire order: addresses.
 pub fn addresses(plan: &Plan) -> Vec<u64> {
-    (0..plan.grid().parts())
-        .flat_map(|p| plan.pages(PartId(p)).unwrap().iter().map(|p| p.address).collect::<Vec<_>>())
-        .collect()
+    let mut out = Vec::new();
+    for part in 0..plan.grid().parts() {
+        let pages = plan.pages(PartId(part)).unwrap();
+        let step = pages.cell_bytes() as usize;
+        for page in pages.iter() {
+            out.extend((page.address..page.address + u64::from(page.bytes)).step_by(step));
+        }
+    }
+    out
 }
 
 /// Two engines and what they said.
@@ -187,8 +196,8 @@ impl Pair {
             other => panic!("{other:?}"),
         };
         let (of_tx, of_rx) = (blob(&mut self.from_tx), blob(&mut self.from_rx));
-        self.tell_tx(Command::Connect { link: LINK, remote: of_rx, map: None });
-        self.tell_rx(Command::Connect { link: LINK, remote: of_tx, map: None });
+        self.tell_tx(Command::Connect { link: LINK, remote: of_rx, maps: Vec::new() });
+        self.tell_rx(Command::Connect { link: LINK, remote: of_tx, maps: Vec::new() });
         self.until("lanes", |p| {
             let up = |events: &[EngineEvent]| {
                 events.iter().filter(|e| matches!(e, EngineEvent::LaneUp { .. })).count()
@@ -203,10 +212,12 @@ impl Pair {
     }
     pub fn open(&mut self, grant: u64, lanes: u16, plan: &Arc<Plan>) {
         self.tell_rx(Command::Open(OpenGrant {
-            link: LINK,
             grant: GrantId(grant),
-            lanes: (0..lanes).map(LaneId).collect(),
-            plan: plan.clone(),
+            sources: vec![OpenSource {
+                link: LINK,
+                lanes: (0..lanes).map(LaneId).collect(),
+                plan: plan.clone(),
+            }],
         }));
     }
     pub fn post(&mut self, grant: u64, part: u32, lane: u16, plan: &Plan) {
@@ -386,10 +397,12 @@ fn foreign_numbers_change_nothing(make: Make<'_>) {
     p.open(8, 1, &four);
     // One of another link.
     p.tell_rx(Command::Open(OpenGrant {
-        link: LinkId(99),
         grant: GrantId(9),
-        lanes: vec![LaneId(0), LaneId(1)],
-        plan: four.clone(),
+        sources: vec![OpenSource {
+            link: LinkId(99),
+            lanes: vec![LaneId(0), LaneId(1)],
+            plan: four.clone(),
+        }],
     }));
     // One that has ended.
     p.open(5, 2, &four);

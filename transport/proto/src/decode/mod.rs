@@ -1,9 +1,10 @@
 //! The decode side of every room of one worker.
 //!
 //! Owns: rooms, their blocks while lent, their grants, the lanes of each link (the scarce thing),
-//! the queue for them, and what has ended. A room has one grant and one or several sources: the
-//! prefill ranks that together have what this rank lacks, each on its own link. In: calls of routers, blocks lent by the serving engine,
-//! messages of prefill workers, events of the transfer engine, time. Out: [`Output`].
+//! the queues for them, and what has ended. A room has one grant and one or several sources: the
+//! prefill ranks that together have what this rank lacks, each on its own link. In: calls of
+//! routers, blocks lent by the serving engine, messages of prefill workers, events of the transfer
+//! engine, time. Out: [`Output`].
 //!
 //! Invariants:
 //! 1. A grant is opened at the engine before it is offered, and never offered after its end.
@@ -11,12 +12,23 @@
 //!    to write it without one: the proof is made by engines only.
 //! 3. A room ends once. After `Over` its outcome never changes; whatever comes later is answered
 //!    with it.
-//! 4. Done means: every part of the set arrived, then the fence completed. Parts are a set.
-//! 5. Lanes are lent whole-room: from every source or from none, first come first served, and come
-//!    back after the fence.
+//! 4. Done means: every part of every source's set arrived, then the one fence completed. Parts are
+//!    a set, counted link by link.
+//! 5. Lanes are lent whole-room: from every source or from none, first come first served in the
+//!    queue of each, and come back after the fence.
 //! 6. A refused request leaves nothing behind.
+//! 7. A grant is offered only to sources that are proved to send each layer and head exactly once.
+//!    One that is lost or gives up ends the room for all; each is told until it has heard.
+//!
+//! [`machine`] decides, [`requests`] checks what is asked, [`room`] and [`lanes`] keep.
 
+mod lanes;
 mod machine;
+mod requests;
+mod room;
+
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 

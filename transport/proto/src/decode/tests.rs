@@ -1,34 +1,93 @@
 //! The decode machine, event by event.
 
 use super::*;
-use crate::ids::Incarnation;
-use crate::layout::PoolMap;
-use crate::layout::{Device, small_layout};
+use crate::error::ErrorKind;
+use crate::ids::{IdempotencyKey, Incarnation, Role};
+use crate::layout::{Coordinates, Device, small_layout};
+use crate::msg::call::Reserve;
+use crate::time::Time;
 
 const LINK: LinkId = LinkId(1);
+/// To the rank with the other half of the heads.
+const LINK_B: LinkId = LinkId(2);
+const BOTH: [LinkId; 2] = [LINK, LINK_B];
 const ROOM: RoomId = RoomId(7);
+const FOUR: Span = Span { tokens: 4, prefix_tokens: 0 };
+const EIGHT: Span = Span { tokens: 8, prefix_tokens: 0 };
 
 fn at(ms: u64) -> Time {
     Time(0).plus_ms(ms)
 }
-fn prefill() -> WorkerAddress {
-    let identity = Identity::new("c", Role::Prefill, "p", 0).unwrap();
+fn rank(rank: u32) -> WorkerAddress {
+    let identity = Identity::new("c", Role::Prefill, "p", rank).unwrap();
     let key = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
     WorkerAddress { key, address: "p:1".into() }
 }
-/// A worker whose proofs are grant numbers, with one link of one lane.
-fn worker(path: DataPath) -> Decode<GrantId> {
+fn prefill() -> WorkerAddress {
+    rank(0)
+}
+/// The ranks of a prefill with tensor parallel size 2: one head of the decode's two each.
+fn halves() -> Vec<WorkerAddress> {
+    vec![rank(0), rank(1)]
+}
+fn half(rank: u32) -> Layout {
+    let at = Coordinates { tp: (rank, 2), ..Coordinates::SINGLE };
+    Layout { kv_heads: 1, at, ..small_layout() }
+}
+fn config() -> DecodeConfig {
     let layout = small_layout();
     let map = Arc::new(PoolMap::contiguous(Device::Host, 0, &layout, 16));
-    let mut m = Decode::new(DecodeConfig::new(layout, map, 100));
-    let peer = prefill().key;
-    m.handle_event(at(0), Event::LinkUp { link: LINK, peer, path, lanes: 1 });
+    // One layer of one block of half the heads.
+    let part_bytes = u64::from(half(0).page_bytes()) * 2;
+    DecodeConfig { part_bytes, ..DecodeConfig::new([layout].into(), [map].into(), 100) }
+}
+fn link_up(m: &mut Decode<GrantId>, link: LinkId, path: DataPath, lanes: u16, from: Layout) {
+    let peer = if link == LINK { rank(0) } else { rank(1) }.key;
+    let pools: Arc<[Layout]> = [from].into();
+    let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
+    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, share, pools });
+}
+/// A worker whose proofs are grant numbers, with one link of one lane.
+fn worker(path: DataPath) -> Decode<GrantId> {
+    let mut m = Decode::new(config());
+    link_up(&mut m, LINK, path, 1, small_layout());
     m
 }
+/// A worker with a link of one lane to each half.
+fn worker_of_two(paths: [DataPath; 2]) -> Decode<GrantId> {
+    let mut m = Decode::new(config());
+    for (rank, link) in (0..).zip(BOTH) {
+        link_up(&mut m, link, paths[rank as usize], 1, half(rank));
+    }
+    m
+}
+fn lend_from(
+    m: &mut Decode<GrantId>,
+    room: RoomId,
+    span: Span,
+    ids: &[u32],
+    prefills: Vec<WorkerAddress>,
+) {
+    let blocks = vec![BlockList::from_ids(ids)];
+    m.handle_event(at(0), Event::Lend(Lend { room, span, blocks, prefills, deadline_ms: 60_000 }));
+}
 fn lend(m: &mut Decode<GrantId>, room: RoomId, span: Span, ids: &[u32]) {
-    let blocks = BlockList::from_ids(ids);
-    let prefill = Some(prefill());
-    m.handle_event(at(0), Event::Lend(Lend { room, span, blocks, prefill, deadline_ms: 60_000 }));
+    lend_from(m, room, span, ids, vec![prefill()]);
+}
+fn reservation(room: u64, prefills: Vec<WorkerAddress>) -> Reserve {
+    let key = IdempotencyKey([room as u8; 16]);
+    let (wait_ms, deadline_ms) = (1_000, 60_000);
+    Reserve { key, room: RoomId(room), tokens: 4, prefills, wait_ms, deadline_ms }
+}
+/// Reserves as a router; the refusal, if it comes at once.
+fn reserve(m: &mut Decode<GrantId>, router: &str, reserve: Reserve) -> Option<Refusal> {
+    let from = Identity::new("c", Role::Router, router, 0).unwrap();
+    let (call, body) = (CallId(reserve.room.0), Call::Reserve(reserve));
+    m.handle_event(at(0), Event::Call { call, from, body });
+    outputs(m).into_iter().find_map(|o| match o {
+        Output::Reply { reply, .. } => reply.err(),
+        _ => None,
+    })
 }
 fn outputs(m: &mut Decode<GrantId>) -> Vec<Output<GrantId>> {
     std::iter::from_fn(|| m.poll_output()).collect()
@@ -41,11 +100,60 @@ fn grant_of(out: &[Output<GrantId>]) -> GrantId {
         })
         .unwrap()
 }
-fn quiesced(grant: GrantId, heard: bool) -> Event<GrantId> {
+fn quiesced_on(link: LinkId, grant: GrantId, heard: bool) -> Event<GrantId> {
     let msg = PeerMsg::Quiesced { room: ROOM, grant, clean: true, heard };
-    Event::Peer { link: LINK, msg }
+    Event::Peer { link, msg }
 }
-const FOUR: Span = Span { tokens: 4, prefix_tokens: 0 };
+fn quiesced(grant: GrantId, heard: bool) -> Event<GrantId> {
+    quiesced_on(LINK, grant, heard)
+}
+/// The links that are told an end.
+fn told(out: &[Output<GrantId>]) -> Vec<LinkId> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Send { link, msg: PeerMsg::Ended { .. } } => Some(*link),
+        _ => None,
+    });
+    each.collect()
+}
+fn fences(out: &[Output<GrantId>]) -> Vec<FenceHow> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Fence { how, .. } => Some(*how),
+        _ => None,
+    });
+    each.collect()
+}
+/// How rooms ended, and whether with a proof.
+fn ends(out: &[Output<GrantId>]) -> Vec<(RoomId, Outcome, bool)> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Ended { room, outcome, proof, .. } => {
+            Some((*room, outcome.clone(), proof.is_some()))
+        }
+        _ => None,
+    });
+    each.collect()
+}
+/// The rooms that were opened, in order.
+fn opened(out: &[Output<GrantId>], m: &Decode<GrantId>) -> Vec<RoomId> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Open { grant, .. } => m.by_grant.get(grant).copied(),
+        _ => None,
+    });
+    each.collect()
+}
+fn arrive(
+    m: &mut Decode<GrantId>,
+    link: LinkId,
+    grant: GrantId,
+    parts: impl IntoIterator<Item = u32>,
+) {
+    for part in parts {
+        m.handle_event(at(1), Event::Arrived { link, grant, part: PartId(part) });
+    }
+}
+fn down(m: &mut Decode<GrantId>, ms: u64, link: LinkId) {
+    let why = Refusal::new(ErrorKind::PeerLost, "gone");
+    m.handle_event(at(ms), Event::LinkDown { link, why });
+}
 
 #[test]
 fn a_question_is_answered_and_the_last_word_is_not() {
@@ -115,28 +223,9 @@ fn a_repeated_offer_makes_the_lease_longer_here_too() {
 
 #[test]
 fn one_router_cannot_fill_the_queue() {
-    let layout = small_layout();
-    let map = Arc::new(PoolMap::contiguous(Device::Host, 0, &layout, 16));
-    let config = DecodeConfig { queue_max: 16, ..DecodeConfig::new(layout, map, 100) };
-    let mut m: Decode<GrantId> = Decode::new(config);
-    let mut calls = 0;
-    let mut reserve = |m: &mut Decode<GrantId>, router: &str, room: u64| {
-        calls += 1;
-        let from = Identity::new("c", Role::Router, router, 0).unwrap();
-        let reserve = Reserve {
-            key: IdempotencyKey([room as u8; 16]),
-            room: RoomId(room),
-            tokens: 4,
-            prefill: prefill(),
-            wait_ms: 1_000,
-            deadline_ms: 60_000,
-        };
-        let body = Call::Reserve(reserve);
-        m.handle_event(at(0), Event::Call { call: CallId(calls), from, body });
-        outputs(m).into_iter().find_map(|o| match o {
-            Output::Reply { reply, .. } => reply.err().map(|e| e.kind),
-            _ => None,
-        })
+    let mut m: Decode<GrantId> = Decode::new(DecodeConfig { queue_max: 16, ..config() });
+    let reserve = |m: &mut Decode<GrantId>, router: &str, room: u64| {
+        reserve(m, router, reservation(room, vec![prefill()])).map(|why| why.kind)
     };
     let share = 16 / limits::QUEUE_SHARES as u64;
     for room in 0..share {
@@ -163,4 +252,330 @@ fn a_fence_has_its_time_although_the_process_stood_still() {
     m.handle_event(at(20_001), Event::Fenced { grant, proof: grant });
     let ended = |o: &Output<GrantId>| matches!(o, Output::Ended { proof: Some(_), .. });
     assert!(outputs(&mut m).iter().any(ended));
+}
+
+#[test]
+fn done_comes_after_both_sources_in_any_order() {
+    for (first, second) in [(LINK, LINK_B), (LINK_B, LINK)] {
+        let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
+        lend_from(&mut m, ROOM, EIGHT, &[3, 5], halves());
+        let out = outputs(&mut m);
+        let grant = grant_of(&out);
+        let sources = out.iter().find_map(|o| match o {
+            Output::Open { sources, .. } => Some(sources),
+            _ => None,
+        });
+        let links: Vec<LinkId> = sources.unwrap().iter().map(|s| s.0).collect();
+        assert_eq!(links, BOTH);
+        let offers =
+            out.iter().filter(|o| matches!(o, Output::Send { msg: PeerMsg::Offer(_), .. }));
+        assert_eq!(offers.count(), 2);
+        // Four layers of two blocks; the same numbers on either link are other parts.
+        arrive(&mut m, first, grant, (0..8).chain(0..8));
+        arrive(&mut m, second, grant, 0..7);
+        assert_eq!(fences(&outputs(&mut m)), []);
+        arrive(&mut m, second, grant, [7]);
+        assert_eq!(fences(&outputs(&mut m)), [FenceHow::Close]);
+        m.handle_event(at(2), Event::Fenced { grant, proof: grant });
+        let out = outputs(&mut m);
+        let bytes = small_layout().block_bytes() * 2;
+        assert_eq!(ends(&out), [(ROOM, Outcome::Done { bytes }, true)]);
+        assert_eq!(told(&out), BOTH);
+        assert_eq!(m.load().free_lanes, 2);
+        // Each is told until it has heard for itself.
+        m.handle_event(at(3), quiesced_on(first, grant, true));
+        m.handle_timeout(at(3 + limits::RESEND_MS));
+        assert_eq!(told(&outputs(&mut m)), [second]);
+        m.handle_event(at(4), quiesced_on(second, grant, true));
+        assert_eq!(m.poll_timeout(), None);
+    }
+}
+
+#[test]
+fn what_comes_on_a_link_that_is_no_source_counts_for_nothing() {
+    let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
+    // This rank has everything, but it has no link in the room.
+    let foreign = LinkId(3);
+    let pools: Arc<[Layout]> = [small_layout()].into();
+    let share = Arc::new(Share::between(&pools, &pools).unwrap());
+    let (peer, path) = (rank(9).key, DataPath::ReceiverCopies);
+    m.handle_event(at(0), Event::LinkUp { link: foreign, peer, path, lanes: 1, share, pools });
+    lend_from(&mut m, ROOM, FOUR, &[3], halves());
+    let grant = grant_of(&outputs(&mut m));
+    arrive(&mut m, LINK, grant, 0..4);
+    arrive(&mut m, foreign, grant, 0..8);
+    m.handle_event(at(1), quiesced_on(foreign, grant, true));
+    let why = Refusal::new(ErrorKind::Aborted, "not mine");
+    let msg = PeerMsg::Abort { room: ROOM, grant, why };
+    m.handle_event(at(1), Event::Peer { link: foreign, msg });
+    down(&mut m, 1, foreign);
+    assert_eq!(outputs(&mut m).len(), 0);
+    arrive(&mut m, LINK_B, grant, 0..4);
+    assert_eq!(fences(&outputs(&mut m)), [FenceHow::Close]);
+}
+
+#[test]
+fn a_lost_source_ends_the_room_once_and_the_other_is_told() {
+    let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
+    lend_from(&mut m, ROOM, FOUR, &[3], halves());
+    let grant = grant_of(&outputs(&mut m));
+    arrive(&mut m, LINK, grant, 0..4);
+    down(&mut m, 2, LINK_B);
+    let out = outputs(&mut m);
+    assert_eq!((fences(&out), told(&out)), (vec![FenceHow::Revoke], vec![LINK]));
+    m.handle_event(at(3), Event::Fenced { grant, proof: grant });
+    let out = outputs(&mut m);
+    let [(ROOM, Outcome::Failed { why, bytes }, true)] = &ends(&out)[..] else { panic!("{out:?}") };
+    assert_eq!((why.kind, *bytes), (ErrorKind::PeerLost, small_layout().block_bytes() / 2));
+    assert_eq!(told(&out), [LINK]);
+    m.handle_event(at(4), Event::Fenced { grant, proof: grant });
+    assert_eq!(outputs(&mut m).len(), 0);
+    m.handle_event(at(5), quiesced(grant, true));
+    assert_eq!((m.load().rooms, m.poll_timeout()), (0, None));
+}
+
+#[test]
+fn an_abort_of_one_source_is_told_to_both() {
+    let mut m = worker_of_two([DataPath::OneSided, DataPath::ReceiverCopies]);
+    lend_from(&mut m, ROOM, FOUR, &[3], halves());
+    let grant = grant_of(&outputs(&mut m));
+    let why = Refusal::new(ErrorKind::Aborted, "no");
+    m.handle_event(
+        at(1),
+        Event::Peer { link: LINK_B, msg: PeerMsg::Abort { room: ROOM, grant, why } },
+    );
+    let out = outputs(&mut m);
+    // The one that writes for itself still has a word to say.
+    assert_eq!((told(&out), fences(&out)), (BOTH.to_vec(), vec![]));
+    m.handle_event(at(2), quiesced_on(LINK_B, grant, false));
+    assert_eq!(fences(&outputs(&mut m)), []);
+    m.handle_event(at(3), quiesced_on(LINK, grant, false));
+    assert_eq!(fences(&outputs(&mut m)), [FenceHow::Close]);
+    m.handle_event(at(4), Event::Fenced { grant, proof: grant });
+    let out = outputs(&mut m);
+    assert_eq!((ends(&out).len(), told(&out)), (1, BOTH.to_vec()));
+}
+
+#[test]
+fn a_room_is_quiet_when_every_one_sided_source_is() {
+    let paths = [DataPath::OneSided; 2];
+    // Both say so; one does not; a lane of one is lost; one itself is lost.
+    for (case, how) in
+        (0..).zip([FenceHow::Close, FenceHow::Revoke, FenceHow::Revoke, FenceHow::Revoke])
+    {
+        let mut m = worker_of_two(paths);
+        lend_from(&mut m, ROOM, FOUR, &[3], halves());
+        let grant = grant_of(&outputs(&mut m));
+        arrive(&mut m, LINK, grant, 0..4);
+        arrive(&mut m, LINK_B, grant, 0..4);
+        m.handle_event(at(2), quiesced_on(LINK, grant, false));
+        assert_eq!(fences(&outputs(&mut m)), [], "{case}: the other is awaited");
+        match case {
+            0 => m.handle_event(at(3), quiesced_on(LINK_B, grant, false)),
+            1 => m.handle_timeout(at(2 + limits::QUIESCE_MS)),
+            2 => {
+                m.handle_event(at(3), Event::LaneDown { link: LINK_B, lane: LaneId(0) });
+                m.handle_event(at(3), quiesced_on(LINK_B, grant, false));
+            }
+            _ => down(&mut m, 3, LINK_B),
+        }
+        assert_eq!(fences(&outputs(&mut m)), [how], "{case}");
+        m.handle_event(at(4), Event::Fenced { grant, proof: grant });
+        assert!(ends(&outputs(&mut m))[0].1.is_done(), "{case}");
+    }
+}
+
+#[test]
+fn a_source_that_is_done_waits_for_the_others_without_losing_its_lease() {
+    let mut m = worker_of_two([DataPath::OneSided; 2]);
+    lend_from(&mut m, ROOM, FOUR, &[3], halves());
+    let grant = grant_of(&outputs(&mut m));
+    for link in BOTH {
+        m.handle_event(at(1), Event::Peer { link, msg: PeerMsg::OfferAck { room: ROOM, grant } });
+    }
+    arrive(&mut m, LINK, grant, 0..4);
+    m.handle_event(at(1), quiesced_on(LINK, grant, false));
+    let mut renewed = Vec::new();
+    // Longer than a lease, and than a source that has ended may lack parts.
+    for ms in (0..limits::GRANT_LEASE_MS + 10_000).step_by(1_000) {
+        m.handle_timeout(at(ms));
+        for o in outputs(&mut m) {
+            match o {
+                Output::Send { link, msg: PeerMsg::Renew { .. } } => renewed.push(link),
+                o => panic!("{o:?}"),
+            }
+        }
+    }
+    assert!(BOTH.iter().all(|link| renewed.iter().filter(|r| *r == link).count() >= 2));
+    // One that has ended early is not waited for, and is named.
+    m.handle_event(at(41_000), quiesced_on(LINK_B, grant, false));
+    m.handle_timeout(at(41_000 + 4 * limits::QUIESCE_MS));
+    assert_eq!(told(&outputs(&mut m)), BOTH);
+    m.handle_event(at(41_300), Event::Fenced { grant, proof: grant });
+    let out = ends(&outputs(&mut m));
+    let why = out[0].1.why().unwrap();
+    assert_eq!(why.kind, ErrorKind::Incomplete);
+    assert!(why.text.contains(&rank(1).key.identity.to_string()), "{why}");
+}
+
+#[test]
+fn sources_that_do_not_cover_are_refused_by_layer_and_head() {
+    let names_the_gap = |why: &Refusal| {
+        assert_eq!(why.kind, ErrorKind::Incompatible);
+        assert!(why.text.contains("layer=0, head=1"), "{why}");
+        assert!(why.text.contains(&rank(0).key.identity.to_string()), "{why}");
+    };
+    // Links are up: at once.
+    let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
+    names_the_gap(&reserve(&mut m, "r", reservation(1, vec![rank(0)])).unwrap());
+    lend_from(&mut m, ROOM, FOUR, &[3], vec![rank(0)]);
+    let out = outputs(&mut m);
+    let [Output::LendRefused { why, .. }] = &out[..] else { panic!("{out:?}") };
+    names_the_gap(&why.to_refusal());
+    assert_eq!((m.load().rooms, m.load().queued), (0, 0));
+    // As soon as the last link is up, whether or not there are lanes.
+    let mut m: Decode<GrantId> = Decode::new(config());
+    assert_eq!(reserve(&mut m, "r", reservation(1, halves())), None);
+    link_up(&mut m, LINK, DataPath::ReceiverCopies, 1, half(0));
+    assert_eq!(outputs(&mut m).len(), 0, "the other may have the rest");
+    let lower = Layout { layers: 2, ..half(1) };
+    link_up(&mut m, LINK_B, DataPath::ReceiverCopies, 1, lower);
+    let out = outputs(&mut m);
+    let reply = out.iter().find_map(|o| match o {
+        Output::Reply { reply: Err(why), .. } => Some(why),
+        _ => None,
+    });
+    assert!(reply.unwrap().text.contains("layer=2, head=1"), "{out:?}");
+    assert_eq!((m.load().queued, m.load().free_lanes), (0, 2));
+}
+
+#[test]
+fn a_list_of_prefills_is_checked() {
+    let mut m: Decode<GrantId> = Decode::new(config());
+    let router = Identity::new("c", Role::Router, "r", 0).unwrap();
+    let stranger = WorkerAddress { key: WorkerKey { identity: router, ..rank(0).key }, ..rank(0) };
+    for (prefills, kind, words) in [
+        (vec![], ErrorKind::Malformed, "nobody sends"),
+        (vec![rank(0), rank(0)], ErrorKind::Malformed, "named twice"),
+        (vec![rank(0), stranger], ErrorKind::Malformed, "not a prefill worker"),
+        ((0..=limits::RANKS_MAX as u32).map(rank).collect(), ErrorKind::LimitExceeded, "too many"),
+    ] {
+        let why = reserve(&mut m, "r", reservation(1, prefills)).unwrap();
+        assert_eq!(why.kind, kind);
+        assert!(why.text.contains(words), "{why}");
+    }
+    assert_eq!((m.load().rooms, m.lanes.queued()), (0, 0));
+    // Lent with the set that was reserved, or none, but no other.
+    assert_eq!(reserve(&mut m, "r", reservation(7, halves())), None);
+    for prefills in [vec![rank(0)], vec![rank(1), rank(1)], vec![rank(0), rank(2)]] {
+        lend_from(&mut m, ROOM, FOUR, &[3], prefills);
+        let out = outputs(&mut m);
+        assert!(matches!(out[..], [Output::LendRefused { .. }]), "{out:?}");
+    }
+    lend_from(&mut m, ROOM, FOUR, &[3], vec![rank(1), rank(0)]);
+    assert!(matches!(outputs(&mut m)[..], [Output::Lent { .. }]));
+}
+
+#[test]
+fn opposite_orders_do_not_block_each_other_and_lanes_come_back_to_both() {
+    let mut m: Decode<GrantId> = Decode::new(config());
+    let rooms = [RoomId(1), RoomId(2), RoomId(3)];
+    for (n, room) in (0..).zip(rooms) {
+        let mut prefills = halves();
+        prefills.rotate_left(n % 2);
+        lend_from(&mut m, room, FOUR, &[n as u32], prefills);
+    }
+    let connects = outputs(&mut m);
+    let connects = connects.iter().filter(|o| matches!(o, Output::Connect(_)));
+    assert_eq!(connects.count(), 2, "each once");
+    link_up(&mut m, LINK_B, DataPath::ReceiverCopies, 1, half(1));
+    assert_eq!(outputs(&mut m).len(), 0, "from every source or from none");
+    assert_eq!((m.load().free_lanes, m.load().queued), (1, 3));
+    link_up(&mut m, LINK, DataPath::ReceiverCopies, 1, half(0));
+    for (n, room) in (0..).zip(rooms) {
+        let out = outputs(&mut m);
+        assert_eq!(opened(&out, &m), [room]);
+        assert_eq!((m.load().free_lanes, m.load().queued), (0, 2 - n));
+        let mut lent: Vec<_> = m.lent_lanes().collect();
+        lent.sort_unstable();
+        assert_eq!(lent, BOTH.map(|link| (link, LaneId(0), room)));
+        m.handle_event(at(1), Event::AbortLocal { room, why: "test".into() });
+        let grant = *m.by_grant.iter().find(|(_, r)| **r == room).unwrap().0;
+        outputs(&mut m);
+        m.handle_event(at(1), Event::Fenced { grant, proof: grant });
+    }
+    assert_eq!((m.load().free_lanes, m.lent_lanes().count()), (2, 0));
+}
+
+#[test]
+fn one_that_waits_for_two_holds_its_place_and_leaves_both_when_it_is_refused() {
+    let mut m: Decode<GrantId> = Decode::new(config());
+    link_up(&mut m, LINK, DataPath::ReceiverCopies, 1, small_layout());
+    assert_eq!(reserve(&mut m, "r", reservation(1, halves())), None);
+    assert_eq!(reserve(&mut m, "s", reservation(2, vec![rank(0)])), None);
+    assert_eq!((m.load().queued, m.load().free_lanes), (2, 1), "first come first served");
+    let why = Refusal::new(ErrorKind::PeerLost, "no answer");
+    let peer = rank(1).key.identity;
+    m.handle_event(at(1), Event::LinkFailed { peer, why });
+    let out = outputs(&mut m);
+    let replies: Vec<_> = out
+        .iter()
+        .filter_map(|o| match o {
+            Output::Reply { call, reply } => Some((call.0, reply.is_ok())),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(replies, [(1, false), (2, true)]);
+    assert_eq!((m.load().queued, m.load().free_lanes), (0, 0));
+    assert!(m.lent_lanes().all(|(link, _, room)| (link, room) == (LINK, RoomId(2))));
+}
+
+#[test]
+fn the_time_in_the_queue_names_who_was_waited_for() {
+    let mut m: Decode<GrantId> = Decode::new(config());
+    link_up(&mut m, LINK, DataPath::ReceiverCopies, 1, half(0));
+    assert_eq!(reserve(&mut m, "r", reservation(1, halves())), None);
+    m.handle_timeout(at(1_000));
+    let out = outputs(&mut m);
+    let [Output::Reply { reply: Err(why), .. }] = &out[..] else { panic!("{out:?}") };
+    assert_eq!((why.kind, why.blame), (ErrorKind::Busy, crate::error::Blame::Link));
+    assert!(why.text.contains(&rank(1).key.identity.to_string()), "{why}");
+    assert_eq!((m.load().rooms, m.load().queued, m.load().free_lanes), (0, 0, 1));
+}
+
+#[test]
+fn a_late_proof_brings_back_the_lanes_of_all_links() {
+    let mut m = worker_of_two([DataPath::OneSided, DataPath::ReceiverCopies]);
+    lend_from(&mut m, ROOM, FOUR, &[3], halves());
+    let grant = grant_of(&outputs(&mut m));
+    m.handle_event(at(1), Event::AbortLocal { room: ROOM, why: "test".into() });
+    m.handle_event(at(1), quiesced(grant, true));
+    m.handle_event(
+        at(2),
+        Event::FenceFailed { grant, why: Refusal::new(ErrorKind::Io, "no flush") },
+    );
+    let load = m.load();
+    assert_eq!((load.free_lanes, load.quarantined_blocks), (0, 1));
+    m.handle_event(at(3), Event::Fenced { grant, proof: grant });
+    let load = m.load();
+    assert_eq!((load.free_lanes, load.quarantined_blocks), (2, 0));
+}
+
+#[test]
+fn a_source_that_was_never_reached_is_not_told_until_it_asks() {
+    let mut m: Decode<GrantId> = Decode::new(config());
+    link_up(&mut m, LINK, DataPath::ReceiverCopies, 1, half(0));
+    lend_from(&mut m, ROOM, FOUR, &[3], halves());
+    let grant = grant_of(&outputs(&mut m));
+    m.handle_event(at(1), Event::AbortLocal { room: ROOM, why: "test".into() });
+    m.handle_event(at(1), Event::Fenced { grant, proof: grant });
+    assert_eq!(told(&outputs(&mut m)), [LINK]);
+    link_up(&mut m, LINK_B, DataPath::ReceiverCopies, 1, half(1));
+    assert_eq!(told(&outputs(&mut m)), []);
+    let why = Refusal::new(ErrorKind::DeadlineExceeded, "no offer came");
+    let msg = PeerMsg::Abort { room: ROOM, grant: GrantId::NONE, why };
+    m.handle_event(at(2), Event::Peer { link: LINK_B, msg });
+    assert_eq!(told(&outputs(&mut m)), [LINK_B]);
+    m.handle_event(at(3), quiesced(grant, true));
+    assert_eq!((m.load().rooms, m.poll_timeout()), (0, None));
 }

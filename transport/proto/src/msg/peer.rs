@@ -196,6 +196,13 @@ pub struct Offer {
     pub lease_ms: u64,
 }
 
+impl Offer {
+    /// Size of the block lists in words of 4 bytes.
+    pub fn words(&self) -> usize {
+        self.blocks.iter().map(BlockList::words).sum()
+    }
+}
+
 impl LinkInfo {
     /// Checks what a peer says of itself.
     ///

@@ -20,7 +20,7 @@ pub struct Span {
 
 impl Span {
     /// The first token of a pool that is to be moved.
-    pub(super) fn first_token(&self, window_tokens: u32) -> u32 {
+    pub(crate) fn first_token(&self, window_tokens: u32) -> u32 {
         let seen = if window_tokens == 0 { 0 } else { self.tokens.saturating_sub(window_tokens) };
         self.prefix_tokens.max(seen)
     }

@@ -106,6 +106,24 @@ impl Plan {
         }
         Ok(Self { share, side, grid, blocks })
     }
+    /// A plan of a whole prompt between two ranks of the same layout with one pool, where both sides
+    /// have the same parts; as the receiver has it.
+    ///
+    /// # Errors
+    /// As [`Blocks::lent`] and [`Plan::new`].
+    pub fn alike(
+        layout: &Layout,
+        map: Arc<PoolMap>,
+        tokens: u32,
+        blocks: &BlockList,
+        part_bytes: u64,
+    ) -> Result<Self> {
+        let pools = std::slice::from_ref(layout);
+        let span = Span { tokens, prefix_tokens: 0 };
+        let lent = Blocks::lent(pools, &[map], &span, std::slice::from_ref(blocks))?;
+        let share = Arc::new(Share::between(pools, pools)?);
+        Self::new(share, Side::Destination, &span, part_bytes, lent.into())
+    }
     /// The grid.
     pub fn grid(&self) -> &Grid {
         &self.grid
@@ -212,6 +230,10 @@ impl PartPages {
             * count(&self.cells)
             * u64::from(self.share.slabs())
             * u64::from(self.share.cell_bytes())
+    }
+    /// Bytes of one cell in one slab: a page, if both sides have the same layout.
+    pub fn cell_bytes(&self) -> u32 {
+        self.share.cell_bytes()
     }
     /// Whether there is no byte.
     pub fn is_empty(&self) -> bool {

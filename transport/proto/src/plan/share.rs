@@ -235,10 +235,12 @@ impl PoolShare {
         let per = self.face(side).cells_per_page;
         if cells.is_empty() { 0..0 } else { cells.start / per..cells.end.div_ceil(per) }
     }
-    /// Tokens of the prompt that must be there for the cells up to `end` to be final; all of it for
-    /// rows, which change until the last token.
-    pub fn tokens_for(&self, end: u32, tokens: u32) -> u32 {
-        if self.rows > 0 { tokens } else { end.saturating_mul(self.cell_tokens).min(tokens) }
+    /// The cells that hold some tokens; all rows, where a block is a row.
+    pub fn cells_of(&self, tokens: &Range<u32>) -> Range<u32> {
+        match self.rows {
+            0 => tokens.start / self.cell_tokens..tokens.end.div_ceil(self.cell_tokens),
+            rows => 0..rows,
+        }
     }
     /// Cells that are final once `done` of `tokens` tokens are there.
     pub fn final_cells(&self, done: u32, tokens: u32) -> u32 {

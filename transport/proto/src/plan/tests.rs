@@ -718,7 +718,7 @@ proptest! {
                 continue;
             };
             let pool = share.pools()[0].clone();
-            let _ = (pool.final_cells(tokens, prefix), pool.tokens_for(tokens, prefix));
+            let _ = (pool.final_cells(tokens, prefix), pool.cells_of(&(prefix..tokens)));
             let _ = prove_sources(std::slice::from_ref(d), &[[s.clone()]]);
             let span = Span { tokens, prefix_tokens: prefix };
             let _ = span.blocks(d);
@@ -752,20 +752,34 @@ proptest! {
         }
     }
 
-    /// What is final, and how many tokens that takes, are one question asked from two ends.
+    /// A cell is final when all of its tokens are there, and holds the tokens that it is of.
     #[test]
     fn cells_are_final_when_their_tokens_are_there(
         pages in (0usize..4, 0usize..4), tokens in 0u32..60, done in 0u32..70, rows in 0u32..4,
+        from in 0u32..70,
     ) {
-        let page = |n| Layout { page_tokens: [1, 2, 4, 8][n], ..small_layout() };
-        let state = |_| Layout { kind: KvKind::Rows { rows }, page_tokens: 1, ..small_layout() };
-        let of = |n| if rows == 0 { page(n) } else { state(n) };
+        let page = |n: usize| [1, 2, 4, 8][n];
+        let of = |n| match rows {
+            0 => Layout { page_tokens: page(n), ..small_layout() },
+            rows => Layout { kind: KvKind::Rows { rows }, page_tokens: 1, ..small_layout() },
+        };
         let share = share(&of(pages.0), &of(pages.1));
         let pool = &share.pools()[0];
-        let end = pool.cells(&Span { tokens, prefix_tokens: 0 }).end;
-        for cells in 1..=end {
-            let there = pool.tokens_for(cells, tokens) <= done;
-            prop_assert_eq!(there, cells <= pool.final_cells(done, tokens), "cells {}", cells);
+        let all = pool.cells(&Span { tokens, prefix_tokens: 0 });
+        let unit = page(pages.0.min(pages.1));
+        // Tokens of a cell; rows are of all tokens.
+        let has = |cell: u32| match rows {
+            0 => cell * unit..((cell + 1) * unit).min(tokens),
+            _ => 0..tokens,
+        };
+        for cell in all {
+            prop_assert_eq!(has(cell).end <= done, cell < pool.final_cells(done, tokens));
+            let (some, has) = (from.min(done)..from.max(done), has(cell));
+            if some.start < some.end && some.start.max(has.start) < some.end.min(has.end) {
+                prop_assert!(pool.cells_of(&some).contains(&cell), "{} of {:?}", cell, some);
+            } else if rows == 0 && some.start < some.end && some.start < tokens {
+                prop_assert!(!pool.cells_of(&some).contains(&cell), "{} of {:?}", cell, some);
+            }
         }
     }
 

@@ -1,105 +1,32 @@
 //! The machine itself; see [`super`] for what it promises and for what goes in and out.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Chunk, Event, Output, PrefillConfig};
-use crate::blocks::BlockList;
+use super::room::{Leg, PartState, Past, Phase, Room, Source, Taker, TakerLane};
+use super::{Chunk, Event, Output, PrefillConfig, Takers};
 use crate::ended::Memory;
 use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
 use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, Role, RoomId, WorkerKey};
+use crate::layout::KvKind;
 use crate::limits;
-use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg, Serve};
+use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg};
 use crate::msg::service::Load;
 use crate::mutant::Mutant;
-use crate::plan::{Grid, Rect};
+use crate::plan::{Blocks, Grid, PartPages, Rect, Share, Side, Span};
 use crate::time::{Backoff, Time, holder_ms};
 
 #[cfg(test)]
 #[path = "tests.rs"]
 mod tests;
 
-const NOT_DECLARED: u32 = u32::MAX;
-
-/// The prompt's pages on this side, as far as they are declared.
-#[derive(Debug)]
-struct Source {
-    tokens: u32,
-    /// By block of the prompt.
-    ids: Vec<u32>,
-    /// By layer: tokens declared.
-    done: Vec<u32>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PartState {
-    Waiting,
-    Ready,
-    InFlight(LaneId),
-    Acked,
-}
-
-/// A grant that this side holds.
-#[derive(Debug)]
-struct Held {
-    link: LinkId,
-    peer: Identity,
-    path: DataPath,
-    offer: Arc<Offer>,
-    grid: Grid,
-    /// First block of the prompt that is wanted.
-    first_block: u32,
-    parts: Vec<PartState>,
-    unacked: u32,
-    ready: VecDeque<PartId>,
-    later: BTreeSet<(Time, PartId)>,
-    tries: HashMap<PartId, u32>,
-    lanes: Vec<HeldLane>,
-    lease_until: Time,
-    /// A lane was lost with writes in flight: this side's word is not enough.
-    tainted: bool,
-    serve: Option<(Serve, Backoff)>,
-    serves: u32,
-}
-
-#[derive(Debug)]
-struct HeldLane {
-    id: LaneId,
-    in_flight: u32,
-    progress: Time,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Phase {
-    /// No grant yet, or posting.
-    Running,
-    /// The engine becomes quiet; blocks are withheld if it is not by `until`.
-    Quieting { until: Time },
-    /// The engine is quiet; the decode's word is awaited.
-    Quiet,
-}
-
-#[derive(Debug)]
-struct Room {
-    source: Option<Source>,
-    decode: Option<Identity>,
-    issuer: Option<Identity>,
-    held: Option<Held>,
-    phase: Phase,
-    /// Repeats `Quiesced` or `Abort` until the decode has spoken.
-    resend: Option<(PeerMsg, Backoff)>,
-    /// The decode has decided, or this side cannot hear it any more.
-    outcome: Option<Outcome>,
-    released: bool,
-    deadline: Time,
-    armed: Option<Time>,
-}
-
 #[derive(Debug)]
 struct Link {
     peer: WorkerKey,
     path: DataPath,
     part_bytes: u64,
+    share: Arc<Share>,
     down: HashSet<LaneId>,
     /// When a lane came back: an offer that may be older is not about this connection of it.
     renewed: HashMap<LaneId, Time>,
@@ -108,44 +35,34 @@ struct Link {
     orphan_words: usize,
 }
 
-/// What is remembered of a room that has ended.
-#[derive(Clone, Debug)]
-struct Past {
-    outcome: Outcome,
-    /// What this side said of its grant: nothing that was posted can land.
-    clean: bool,
-}
+/// One taker of one room.
+type Slot = (RoomId, LinkId);
 
-/// A room: claimed by a leg, or only offered on a link. What one decode says of a room that no leg
-/// has claimed is kept apart from what others say of it.
-type Slot = (RoomId, Option<LinkId>);
-
-const fn claimed(room: RoomId) -> Slot {
-    (room, None)
-}
-
-/// Whether [`Prefill::attach`] started a room, or found that its decode had ended it already.
-enum Attached {
-    Runs,
-    Over(Outcome),
+/// Source blocks of a room that has ended while an engine was not quiet: the proofs may still come.
+#[derive(Debug)]
+struct Withheld<Q> {
+    waiting: BTreeSet<(LinkId, GrantId)>,
+    proofs: Vec<Q>,
+    blocks: u32,
 }
 
 /// The machine.
 #[derive(Debug)]
 pub struct Prefill<Q> {
     config: PrefillConfig,
-    rooms: BTreeMap<Slot, Room>,
-    by_grant: HashMap<(LinkId, GrantId), Slot>,
+    rooms: BTreeMap<RoomId, Room<Q>>,
+    by_grant: HashMap<(LinkId, GrantId), RoomId>,
     links: HashMap<LinkId, Link>,
-    timers: BTreeSet<(Time, Slot)>,
+    timers: BTreeSet<(Time, RoomId)>,
     /// Rooms that ended before their leg came, which hears of it once; by decode, so that none can
     /// make another's be forgotten.
     early: Memory<Identity, Memory<RoomId, Past>>,
     /// How rooms with a leg ended.
     ended: Memory<RoomId, Past>,
     draining: bool,
-    /// Source blocks of grants that did not become quiet in time; the proof may still come.
-    withheld: HashMap<(LinkId, GrantId), (RoomId, u32)>,
+    withheld: HashMap<RoomId, Withheld<Q>>,
+    /// Which room a withheld grant is of.
+    not_quiet: HashMap<(LinkId, GrantId), RoomId>,
     retries: u64,
     rng: u64,
     out: VecDeque<Output<Q>>,
@@ -165,6 +82,7 @@ impl<Q> Prefill<Q> {
             ended: Memory::new(limits::TOMBSTONES_MAX),
             draining: false,
             withheld: HashMap::new(),
+            not_quiet: HashMap::new(),
             retries: 0,
             out: VecDeque::new(),
         }
@@ -192,9 +110,9 @@ impl<Q> Prefill<Q> {
     pub fn load(&self) -> Load {
         Load {
             rooms: self.rooms.len() as u32,
-            queued: (self.rooms.len() - self.by_grant.len()) as u32,
+            queued: self.rooms.values().filter(|r| r.takers.is_empty()).count() as u32,
             free_lanes: 0,
-            quarantined_blocks: self.withheld.values().map(|w| w.1).sum(),
+            quarantined_blocks: self.withheld.values().map(|w| w.blocks).sum(),
             draining: self.draining,
         }
     }
@@ -212,11 +130,11 @@ impl<Q> Prefill<Q> {
     /// # Errors
     /// [`ErrorKind::Unauthorized`] naming both, [`ErrorKind::NotFound`].
     pub fn may_abort(&self, room: RoomId, from: &Identity) -> Result<()> {
-        let Some(r) = self.rooms.get(&claimed(room)) else {
+        let Some((r, leg)) = self.rooms.get(&room).and_then(|r| Some((r, r.leg.as_ref()?))) else {
             return Err(Error::new(ErrorKind::NotFound, "no such room").with("room", room));
         };
-        let offered = r.held.as_ref().and_then(|h| h.offer.issuer.as_ref());
-        let issuer = offered.or(r.issuer.as_ref());
+        let offered = r.claimed().find_map(|(_, t)| t.offer.issuer.as_ref());
+        let issuer = offered.or(leg.issuer.as_ref());
         if from.role == Role::Admin || (from.role == Role::Router && issuer == Some(from)) {
             return Ok(());
         }
@@ -228,54 +146,55 @@ impl<Q> Prefill<Q> {
 
     /// This process stood still: what its engine was to do in the meantime has not had its time.
     pub fn stood_still(&mut self, now: Time) {
-        let slots: Vec<Slot> = self.rooms.keys().copied().collect();
-        for slot in slots {
-            if let Some(Phase::Quieting { until }) = self.rooms.get_mut(&slot).map(|r| &mut r.phase)
-            {
-                *until = now.plus_ms(self.config.quiet_ms);
-                self.rearm(slot);
+        let rooms: Vec<RoomId> = self.rooms.keys().copied().collect();
+        for room in rooms {
+            let Some(r) = self.rooms.get_mut(&room) else { continue };
+            for taker in r.takers.values_mut() {
+                if let Phase::Quieting { until } = &mut taker.phase {
+                    *until = now.plus_ms(self.config.quiet_ms);
+                }
             }
+            self.rearm(room);
         }
     }
 
     /// Takes one event.
     pub fn handle_event(&mut self, now: Time, event: Event<Q>) {
         match event {
-            Event::Attach { room, tokens, decode, issuer, deadline_ms } => {
-                match self.attach(now, room, tokens, decode, issuer, deadline_ms) {
-                    Ok(Attached::Runs) => self.start(now, room),
-                    Ok(Attached::Over(outcome)) => {
-                        self.out.push_back(Output::Attached { room });
-                        self.out.push_back(Output::Released { room, proof: None });
-                        self.out.push_back(Output::Ended { room, outcome });
-                    }
+            Event::Attach { room, tokens, takers, issuer, deadline_ms } => {
+                match self.attach(now, room, tokens, takers, issuer, deadline_ms) {
+                    Ok(()) => self.start(now, room),
                     Err(why) => self.out.push_back(Output::Refused { room, why }),
                 }
             }
             Event::Chunk(chunk) => {
                 let room = chunk.room;
-                match self.chunk(chunk) {
-                    Ok(fresh) => {
+                match self.chunk(&chunk) {
+                    Ok(()) => {
                         self.out.push_back(Output::ChunkTaken { room });
-                        self.make_ready(claimed(room), &fresh);
-                        self.pump(now, claimed(room));
+                        for slot in self.claimed(room) {
+                            self.make_ready(slot, &chunk);
+                            self.pump(now, slot);
+                        }
+                        self.rearm(room);
                     }
                     Err(why) => self.out.push_back(Output::Refused { room, why }),
                 }
             }
             Event::Finish { room } => self.finish(now, room),
-            Event::AbortLocal { room, why } => self.give_up(now, claimed(room), why),
+            Event::AbortLocal { room, why } => self.abort(now, room, why),
             Event::AbortBy { from, room, reason } => {
                 let why = Error::new(ErrorKind::Aborted, "aborted at the prefill leg")
                     .with("by", from)
                     .with("reason", reason.chars().take(200).collect::<String>());
-                self.give_up(now, claimed(room), why.to_refusal());
+                self.abort(now, room, why.to_refusal());
             }
-            Event::LinkUp { link, peer, path, part_bytes } => {
+            Event::LinkUp { link, peer, path, part_bytes, share } => {
                 let fresh = Link {
                     peer,
                     path,
                     part_bytes,
+                    share,
                     down: HashSet::new(),
                     renewed: HashMap::new(),
                     orphans: 0,
@@ -287,9 +206,10 @@ impl<Q> Prefill<Q> {
             Event::Peer { link, msg, echo_sent } => self.peer(now, link, msg, echo_sent),
             Event::Acked { link, grant, part, lane } => self.acked(now, link, grant, part, lane),
             Event::Nacked { link, grant, part, lane, why } => {
-                if let Some(&slot) = self.by_grant.get(&(link, grant)) {
+                if let Some(slot) = self.slot(link, grant) {
                     self.try_again(now, slot, &[(part, lane)], &why);
                     self.pump(now, slot);
+                    self.rearm(slot.0);
                 }
             }
             Event::LaneUp { link, lane } => {
@@ -298,8 +218,9 @@ impl<Q> Prefill<Q> {
                 {
                     l.renewed.insert(lane, now);
                 }
-                for slot in self.rooms_of(link) {
+                for slot in self.takers_on(link) {
                     self.pump(now, slot);
+                    self.rearm(slot.0);
                 }
             }
             Event::LaneDown { link, lane } => self.lane_down(now, link, lane),
@@ -310,17 +231,40 @@ impl<Q> Prefill<Q> {
 
     /// Does what is due. Harmless at any time.
     pub fn handle_timeout(&mut self, now: Time) {
-        while let Some(&(at, slot)) = self.timers.first() {
+        while let Some(&(at, room)) = self.timers.first() {
             if at > now {
                 break;
             }
             self.timers.pop_first();
-            if let Some(r) = self.rooms.get_mut(&slot) {
+            if let Some(r) = self.rooms.get_mut(&room) {
                 r.armed = None;
             }
-            self.tick(now, slot);
-            self.rearm(slot);
+            self.tick(now, room);
+            self.rearm(room);
         }
+    }
+
+    // ---- finding things --------------------------------------------------------------------
+
+    fn slot(&self, link: LinkId, grant: GrantId) -> Option<Slot> {
+        self.by_grant.get(&(link, grant)).map(|&room| (room, link))
+    }
+    fn taker(&mut self, slot: Slot) -> Option<&mut Taker> {
+        self.rooms.get_mut(&slot.0)?.takers.get_mut(&slot.1)
+    }
+    fn held(&mut self, link: LinkId, room: RoomId, grant: GrantId) -> Option<&mut Taker> {
+        let slot = self.slot(link, grant).filter(|slot| slot.0 == room)?;
+        self.taker(slot)
+    }
+    fn takers_on(&self, link: LinkId) -> Vec<Slot> {
+        let on = self.by_grant.iter().filter(|(key, _)| key.0 == link);
+        let mut slots: Vec<Slot> = on.map(|(_, &room)| (room, link)).collect();
+        slots.sort_unstable();
+        slots
+    }
+    fn claimed(&self, room: RoomId) -> Vec<Slot> {
+        let r = self.rooms.get(&room).into_iter();
+        r.flat_map(|r| r.claimed().map(|(&link, _)| (room, link))).collect()
     }
 
     // ---- the serving engine's side --------------------------------------------------------
@@ -330,17 +274,19 @@ impl<Q> Prefill<Q> {
         now: Time,
         room: RoomId,
         tokens: u32,
-        decode: Option<Identity>,
+        expected: Takers,
         issuer: Option<Identity>,
         deadline_ms: u64,
-    ) -> Result<Attached> {
+    ) -> Result<()> {
         if room > RoomId::MAX {
             return Err(
                 Error::new(ErrorKind::Malformed, "room number exceeds 2^63-1").with("room", room)
             );
         }
+        expected.check()?;
         self.check_fits(tokens)?;
-        if self.rooms.contains_key(&claimed(room)) {
+        let known = self.rooms.get(&room);
+        if known.is_some_and(|r| r.leg.is_some()) {
             return Err(Error::new(ErrorKind::DuplicateRoom, "the room has a prefill leg already")
                 .with("room", room)
                 .hint("room numbers are used once; let the coordinator issue them"));
@@ -348,193 +294,253 @@ impl<Q> Prefill<Q> {
         if let Some(past) = self.ended.get(&room) {
             return Err(past.refusal(room));
         }
-        // What came before the leg counts if it came from the decode that the leg names.
-        let offers = (room, Some(LinkId(0)))..=(room, Some(LinkId(u64::MAX)));
-        let offered = self.rooms.range(offers).find_map(|(slot, r)| {
-            let h = r.held.as_ref()?;
-            decode.as_ref().is_none_or(|d| *d == h.peer).then_some((*slot, h.link))
-        });
-        let over = match &decode {
-            Some(d) => self.early.get(d).and_then(|m| m.get(&room)).cloned(),
-            None => {
-                let mut heard: Vec<_> =
-                    self.early.iter().filter_map(|(d, m)| Some((d, m.get(&room)?))).collect();
-                heard.sort_unstable_by_key(|(d, _)| *d);
-                heard.first().map(|(_, past)| (*past).clone())
+        // What came before the leg counts if it came from a decode that the leg names.
+        let mut offered: Vec<LinkId> = Vec::new();
+        for (&link, t) in known.into_iter().flat_map(|r| &r.takers) {
+            if expected.may_take(&t.peer, offered.len()) {
+                if t.offer.span.tokens != tokens {
+                    return Err(lengths_differ(tokens, t.offer.span.tokens));
+                }
+                offered.push(link);
             }
-        };
-        let source = Source {
-            tokens,
-            ids: vec![NOT_DECLARED; self.config.layout.blocks_for(tokens) as usize],
-            done: vec![0; self.config.layout.layers as usize],
-        };
+        }
+        let over = self.ended_early(room, &expected, offered.len());
+        if offered.is_empty() && over.is_empty() {
+            if self.draining {
+                return Err(self.is_draining());
+            }
+            if self.rooms.len() >= self.config.rooms_max {
+                return Err(Error::new(ErrorKind::Busy, "the prefill worker is full")
+                    .with("rooms", self.rooms.len())
+                    .with("rooms_max", self.config.rooms_max)
+                    .blamed(Blame::Prefill));
+            }
+        }
         let deadline = now.plus_ms(deadline_ms.min(self.config.room_deadline_ms));
-        if let Some((slot, link)) = offered {
-            let held = self.rooms.get(&slot).and_then(|r| r.held.as_ref());
-            if let Some(h) = held.filter(|h| h.offer.span.tokens != tokens) {
-                return Err(lengths_differ(tokens, h.offer.span.tokens));
+        let pools = self.config.pools.iter().map(|layout| Source::new(layout, tokens)).collect();
+        let leg = Leg {
+            tokens,
+            pools,
+            expected,
+            issuer,
+            deadline,
+            ending: None,
+            over,
+            proofs: Vec::new(),
+            released: false,
+        };
+        let r = self.rooms.entry(room).or_insert_with(Room::new);
+        let mut strangers = Vec::new();
+        for (&link, t) in &mut r.takers {
+            if offered.contains(&link) {
+                no_orphan(&mut self.links, link, t);
+                t.claim(deadline);
+            } else {
+                strangers.push(((room, link), leg.not_for(room, &t.peer)));
             }
-            let Some(mut r) = self.take(&slot) else { return Ok(Attached::Runs) };
-            if let Some(h) = &mut r.held {
-                h.number_parts();
-                self.by_grant.insert((link, h.offer.grant), claimed(room));
+        }
+        r.leg = Some(leg);
+        for (slot, why) in strangers {
+            self.give_up(now, slot, why.to_refusal());
+        }
+        Ok(())
+    }
+
+    /// Endings that were heard before the leg came, of the decodes that it expects.
+    fn ended_early(
+        &self,
+        room: RoomId,
+        expected: &Takers,
+        offered: usize,
+    ) -> Vec<(Identity, Past)> {
+        let heard = |d: &Identity| Some((d.clone(), self.early.get(d)?.get(&room)?.clone()));
+        match expected {
+            Takers::Named(names) => names.iter().filter_map(heard).collect(),
+            Takers::Any(count) => {
+                let mut who: Vec<_> = self.early.iter().filter_map(|(d, _)| heard(d)).collect();
+                who.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+                who.truncate(usize::from(*count) - offered);
+                who
             }
-            (r.source, r.decode, r.issuer, r.deadline) = (Some(source), decode, issuer, deadline);
-            self.rooms.insert(claimed(room), r);
-            return Ok(Attached::Runs);
         }
-        if let Some(past) = over {
-            let outcome = past.outcome.clone();
-            self.ended.insert(room, past);
-            return Ok(Attached::Over(outcome));
-        }
-        if self.draining {
-            return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
-                .blamed(Blame::Prefill)
-                .hint("use another prefill worker"));
-        }
-        if self.rooms.len() >= self.config.rooms_max {
-            return Err(Error::new(ErrorKind::Busy, "the prefill worker is full")
-                .with("rooms", self.rooms.len())
-                .with("rooms_max", self.config.rooms_max)
-                .blamed(Blame::Prefill));
-        }
-        let fresh = Room { issuer, ..Room::new(Some(source), decode, deadline) };
-        self.rooms.insert(claimed(room), fresh);
-        Ok(Attached::Runs)
+    }
+
+    fn is_draining(&self) -> Error {
+        Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
+            .blamed(Blame::Prefill)
+            .hint("use another prefill worker")
     }
 
     fn check_fits(&self, tokens: u32) -> Result<()> {
-        let blocks = self.config.layout.blocks_for(tokens);
-        let most = self.config.pool_blocks.min(limits::BLOCKS_PER_ROOM_MAX);
-        if blocks <= most {
-            return Ok(());
+        let each = self.config.pools.iter().zip(self.config.maps.iter());
+        for (pool, (layout, map)) in each.enumerate() {
+            let blocks = layout.blocks_for(tokens.min(match layout.window_tokens {
+                0 => tokens,
+                window => window.saturating_add(layout.page_tokens),
+            }));
+            let most = map.blocks.min(limits::BLOCKS_PER_ROOM_MAX);
+            if blocks > most {
+                return Err(Error::new(
+                    ErrorKind::NeverFits,
+                    "the room has more blocks than the prefill's pool",
+                )
+                .with("tokens", tokens)
+                .with("pool", pool)
+                .with("blocks", blocks)
+                .with("pool_blocks", most)
+                .hint("send shorter prompts to this worker or give it a larger pool"));
+            }
         }
-        Err(Error::new(ErrorKind::NeverFits, "the room has more blocks than the prefill's pool")
-            .with("tokens", tokens)
-            .with("blocks", blocks)
-            .with("pool_blocks", most)
-            .hint("send shorter prompts to this worker or give it a larger pool"))
+        // A list of the prompt's blocks is kept, also where layers look at a window only.
+        if tokens > limits::BLOCKS_PER_ROOM_MAX.saturating_mul(self.smallest_page()) {
+            return Err(Error::new(ErrorKind::NeverFits, "the prompt has too many blocks")
+                .with("tokens", tokens)
+                .with("page_tokens", self.smallest_page())
+                .with("blocks_max", limits::BLOCKS_PER_ROOM_MAX));
+        }
+        Ok(())
+    }
+    fn smallest_page(&self) -> u32 {
+        let paged = self.config.pools.iter().filter(|l| !matches!(l.kind, KvKind::Rows { .. }));
+        paged.map(|l| l.page_tokens).min().unwrap_or(1)
     }
 
     fn start(&mut self, now: Time, room: RoomId) {
-        let slot = claimed(room);
         self.out.push_back(Output::Attached { room });
-        if self.rooms.get(&slot).is_some_and(|r| r.released) {
-            // The offer has been given up; of this leg nothing was ever posted.
-            self.out.push_back(Output::Released { room, proof: None });
-        } else {
+        for slot in self.claimed(room) {
             self.say_granted(slot);
+            // A room without pages has nothing to wait for.
+            self.pump(now, slot);
         }
-        // A room without pages has nothing to wait for.
-        self.pump(now, slot);
-        self.rearm(slot);
+        self.settle(room);
+        self.rearm(room);
     }
 
     fn say_granted(&mut self, slot: Slot) {
-        let held = self.rooms.get(&slot).and_then(|r| r.held.as_ref());
-        if let (Some(h), (room, None)) = (held, slot) {
-            let (link, offer, parts) = (h.link, h.offer.clone(), h.grid.parts());
-            self.out.push_back(Output::Granted { room, link, offer, parts });
-        }
+        let (room, link) = slot;
+        let Some(r) = self.rooms.get(&room) else { return };
+        let Some(t) = r.takers.get(&link).filter(|t| t.claimed) else { return };
+        let from = r.claimed().map(|(_, t)| t.offer.span.prefix_tokens).min().unwrap_or(0);
+        let wanted = r.all_came().then_some(Span { prefix_tokens: from, ..t.offer.span });
+        let (offer, parts) = (t.offer.clone(), t.grid.parts());
+        self.out.push_back(Output::Granted { room, link, offer, parts, wanted });
     }
 
-    /// Removes a room with its timer, and from its link's count if it was only offered.
-    fn take(&mut self, slot: &Slot) -> Option<Room> {
-        let mut r = self.rooms.remove(slot)?;
-        if let Some(at) = r.armed.take() {
-            self.timers.remove(&(at, *slot));
-        }
-        if let Some(h) = &r.held {
-            self.by_grant.remove(&(h.link, h.offer.grant));
-            if let Some(l) = slot.1.and_then(|link| self.links.get_mut(&link)) {
-                l.orphans -= 1;
-                l.orphan_words -= h.offer.blocks.words();
-            }
-        }
-        Some(r)
-    }
-
-    /// Takes a chunk; returns what became final, as layers × blocks of the prompt.
-    fn chunk(&mut self, chunk: Chunk) -> Result<Rect> {
-        let early = self.broken(Mutant::NotFinal);
-        let (page_tokens, layers, pool) =
-            (self.config.layout.page_tokens, self.config.layout.layers, self.config.pool_blocks);
+    /// Takes a chunk.
+    fn chunk(&mut self, chunk: &Chunk) -> Result<()> {
         let bad = |why: &str| {
             Error::new(ErrorKind::InvalidPlan, why.to_string())
                 .with("room", chunk.room)
+                .with("pool", chunk.pool)
                 .with("tokens", format!("{:?}", chunk.tokens))
                 .with("layers", format!("{:?}", chunk.layers))
         };
-        let Some(r) = self.rooms.get_mut(&claimed(chunk.room)) else {
+        let pool = chunk.pool as usize;
+        let (Some(layout), Some(map)) = (self.config.pools.get(pool), self.config.maps.get(pool))
+        else {
+            return Err(bad("no such pool").with("pools", self.config.pools.len()));
+        };
+        let Some(r) = self.rooms.get_mut(&chunk.room).filter(|r| r.leg.is_some()) else {
             return Err(match self.ended.get(&chunk.room) {
                 Some(past) => past.refusal(chunk.room),
-                None => Error::new(ErrorKind::NotFound, "no such room").with("room", chunk.room),
+                None => Error::new(ErrorKind::NotFound, "no such room with a prefill leg")
+                    .with("room", chunk.room),
             });
         };
-        if r.phase != Phase::Running {
+        let wanted_from = r.wanted_from(pool, layout);
+        let running = !r.all_came() || r.claimed().any(|(_, t)| t.phase == Phase::Running);
+        let Some(leg) = r.leg.as_mut().filter(|leg| leg.ending.is_none() && running) else {
             return Err(
                 Error::new(ErrorKind::RoomEnded, "the room is ending").with("room", chunk.room)
             );
-        }
-        let prefix = r.held.as_ref().map_or(0, |h| h.offer.span.prefix_tokens);
-        let Some(source) = &mut r.source else {
-            return Err(Error::new(ErrorKind::NotFound, "the room has no prefill leg yet")
-                .with("room", chunk.room));
         };
-        if chunk.tokens.is_empty() || chunk.tokens.end > source.tokens {
-            return Err(bad("chunk is empty or longer than the prompt")
-                .with("prompt_tokens", source.tokens));
-        }
-        if chunk.layers.is_empty() || chunk.layers.end > layers {
+        let Some(source) = leg.pools.get_mut(pool) else { return Err(bad("no such pool")) };
+        if chunk.tokens.is_empty() || chunk.tokens.end > leg.tokens {
             return Err(
-                bad("chunk names layers that this rank does not have").with("rank_layers", layers)
+                bad("chunk is empty or longer than the prompt").with("prompt_tokens", leg.tokens)
             );
         }
-        let done = &source.done[chunk.layers.start as usize..chunk.layers.end as usize];
-        // What the decode has already may be left out.
-        if let Some(&at) = done
-            .iter()
-            .find(|&&at| at != chunk.tokens.start && !(at == 0 && chunk.tokens.start == prefix))
-        {
-            return Err(bad("chunk does not begin where the last one ended").with("expected", at));
-        }
-        let first = chunk.tokens.start / page_tokens;
-        let end = chunk.tokens.end.div_ceil(page_tokens);
+        let layers = chunk.layers.start as usize..chunk.layers.end as usize;
+        let Some(done) = source.done.get(layers.clone()).filter(|d| !d.is_empty()) else {
+            return Err(bad("chunk names layers that this rank does not have")
+                .with("rank_layers", layout.layers));
+        };
+        let (first, end) = if let KvKind::Rows { rows } = layout.kind {
+            if chunk.tokens != (0..leg.tokens) {
+                return Err(bad("rows are declared once, with the whole prompt")
+                    .with("prompt_tokens", leg.tokens));
+            }
+            (0, rows)
+        } else {
+            // What nobody wants may be left out.
+            let start = chunk.tokens.start;
+            let follows = |at: u32| at == start || at == 0 && start <= wanted_from;
+            if let Some(at) = done.iter().find(|&&at| !follows(at)) {
+                return Err(
+                    bad("chunk does not begin where the last one ended").with("expected", at)
+                );
+            }
+            (start / layout.page_tokens, chunk.tokens.end.div_ceil(layout.page_tokens))
+        };
         if chunk.blocks.len() != u64::from(end - first) {
             return Err(bad("wrong number of blocks")
                 .with("found", chunk.blocks.len())
                 .with("expected", end - first));
         }
-        let ids = chunk.blocks.expand(pool)?;
-        let slots = &mut source.ids[first as usize..end as usize];
-        if let Some((slot, id)) =
-            slots.iter().zip(&ids).find(|(slot, id)| **slot != NOT_DECLARED && slot != id)
-        {
-            return Err(bad("a block of the prompt was declared with another id")
-                .with("before", slot)
-                .with("now", id));
-        }
-        slots.copy_from_slice(&ids);
-        for at in &mut source.done[chunk.layers.start as usize..chunk.layers.end as usize] {
+        let ids = chunk.blocks.expand(map.blocks)?;
+        source.declare(first, &ids).map_err(|(before, now)| {
+            bad("a block of the prompt was declared with another id")
+                .with("before", before)
+                .with("now", now)
+        })?;
+        for at in &mut source.done[layers] {
             *at = chunk.tokens.end;
         }
-        let last = source.final_blocks(chunk.tokens.end, page_tokens, early);
-        Ok(Rect { layers: chunk.layers, blocks: first..last.max(first) })
+        Ok(())
     }
 
     fn finish(&mut self, now: Time, room: RoomId) {
-        let Some(r) = self.rooms.get(&claimed(room)) else { return };
-        let Some(source) = &r.source else { return };
-        let prefix = r.held.as_ref().map_or(0, |h| h.offer.span.prefix_tokens);
-        let short = source.done.iter().position(|&d| d.max(prefix) < source.tokens);
-        if let (Phase::Running, Some(layer)) = (&r.phase, short) {
+        let Some(r) = self.rooms.get(&room) else { return };
+        let Some(leg) = r.leg.as_ref().filter(|leg| leg.ending.is_none()) else { return };
+        let each = self.config.pools.iter().zip(&leg.pools).enumerate();
+        let short = each.into_iter().find_map(|(pool, (layout, source))| {
+            let from = r.wanted_from(pool, layout);
+            let layer = source.done.iter().position(|&d| d.max(from) < leg.tokens)?;
+            Some((pool, layer, source.done[layer]))
+        });
+        if let Some((pool, layer, done)) = short {
             let why = Error::new(ErrorKind::Incomplete, "the prefill finished before every page")
+                .with("pool", pool)
                 .with("layer", layer)
-                .with("tokens_declared", source.done[layer])
-                .with("tokens", source.tokens);
-            self.give_up(now, claimed(room), why.to_refusal());
+                .with("tokens_declared", done)
+                .with("tokens", leg.tokens);
+            self.abort(now, room, why.to_refusal());
         }
+    }
+
+    /// The serving engine's side ends the room: nobody new may take it, and who has is told.
+    fn abort(&mut self, now: Time, room: RoomId, why: Refusal) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let named = match r.leg.as_ref().map(|leg| &leg.expected) {
+            Some(Takers::Named(names)) => names.as_slice(),
+            _ => &[],
+        };
+        for decode in named.iter().filter(|d| r.waits_for(d)) {
+            if let Some(link) = newest_link(&self.links, decode) {
+                let msg = PeerMsg::Abort { room, grant: GrantId::NONE, why: why.clone() };
+                self.out.push_back(Output::Send { link, msg });
+            }
+        }
+        let Some(leg) = r.leg.as_mut().filter(|leg| leg.ending.is_none()) else { return };
+        leg.ending = Some(why.clone());
+        for slot in self.claimed(room) {
+            // Who is not running any more has sent all, or has been told.
+            if self.taker(slot).is_some_and(|t| t.phase == Phase::Running) {
+                self.give_up(now, slot, why.clone());
+            }
+        }
+        self.settle(room);
+        self.rearm(room);
     }
 
     // ---- the decode's side ----------------------------------------------------------------
@@ -546,15 +552,15 @@ impl<Q> Prefill<Q> {
                 match self.offer(now, link, *offer, echo_sent) {
                     // It is repeated, and then counts.
                     Ok(None) => {}
-                    Ok(Some((slot, fresh))) => {
+                    Ok(Some(fresh)) => {
                         let msg = PeerMsg::OfferAck { room, grant };
                         self.out.push_back(Output::Send { link, msg });
                         if fresh {
-                            self.say_granted(slot);
-                            self.make_all_ready(slot);
-                            self.pump(now, slot);
+                            self.say_granted((room, link));
+                            self.make_all_ready((room, link));
+                            self.pump(now, (room, link));
                         }
-                        self.rearm(slot);
+                        self.rearm(room);
                     }
                     Err(e) => {
                         let msg = PeerMsg::Abort { room, grant, why: e.to_refusal() };
@@ -563,22 +569,13 @@ impl<Q> Prefill<Q> {
                 }
             }
             PeerMsg::Renew { room, grant, lease_ms } => {
-                if let Some((slot, h)) = self.held(link, room, grant) {
-                    h.lease_until = h.lease_until.max(echo_sent.plus_ms(holder_ms(lease_ms)));
-                    self.rearm(slot);
-                }
-            }
-            PeerMsg::ServeAck { room, grant, serve } => {
-                if let Some((slot, h)) = self.held(link, room, grant)
-                    && h.serve.as_ref().is_some_and(|s| s.0.serve == serve)
-                {
-                    h.serve = None;
-                    self.serve_next(now, slot);
-                    self.rearm(slot);
+                if let Some(t) = self.held(link, room, grant) {
+                    t.lease_until = t.lease_until.max(echo_sent.plus_ms(holder_ms(lease_ms)));
+                    self.rearm(room);
                 }
             }
             PeerMsg::Ended { room, grant, outcome } => {
-                self.decided(now, link, room, grant, outcome)
+                self.decided(now, link, room, grant, outcome);
             }
             PeerMsg::Abort { room, grant, why } => {
                 self.decided(now, link, room, grant, Outcome::Failed { why, bytes: 0 });
@@ -589,25 +586,18 @@ impl<Q> Prefill<Q> {
             | PeerMsg::Ready
             | PeerMsg::Bye(_)
             | PeerMsg::OfferAck { .. }
-            | PeerMsg::Serve(_)
             | PeerMsg::Quiesced { .. } => {}
         }
     }
 
-    fn held(&mut self, link: LinkId, room: RoomId, grant: GrantId) -> Option<(Slot, &mut Held)> {
-        let slot = *self.by_grant.get(&(link, grant)).filter(|slot| slot.0 == room)?;
-        Some((slot, self.rooms.get_mut(&slot)?.held.as_mut()?))
-    }
-
-    /// Takes an offer; says where it is and whether it is new, or nothing if it may be older than
-    /// its lanes.
+    /// Takes an offer; says whether it is new, or nothing if it may be older than its lanes.
     fn offer(
         &mut self,
         now: Time,
         link_id: LinkId,
         offer: Offer,
         echo_sent: Time,
-    ) -> Result<Option<(Slot, bool)>> {
+    ) -> Result<Option<bool>> {
         let room = offer.room;
         if let Some(past) = self.ended.get(&room) {
             return Err(past.reason(room));
@@ -625,13 +615,8 @@ impl<Q> Prefill<Q> {
         if let Some(past) = self.early.get(&peer).and_then(|m| m.get(&room)) {
             return Err(past.reason(room));
         }
-        let range = offer.span.blocks(&self.config.layout)?;
-        let grid = Grid::new(&self.config.layout, range.end - range.start, link.part_bytes)?;
-        if offer.blocks.len() != u64::from(grid.blocks()) {
-            return Err(Error::new(ErrorKind::InvalidPlan, "wrong number of blocks in the offer")
-                .with("found", offer.blocks.len())
-                .with("expected", grid.blocks()));
-        }
+        let grid = Grid::new(&link.share, &offer.span, link.part_bytes)?;
+        check_lists(&link.share, &offer)?;
         if offer.lanes.is_empty() || offer.lanes.len() > usize::from(limits::LANES_PER_LINK_MAX) {
             return Err(Error::new(ErrorKind::Malformed, "an offer needs lanes")
                 .with("found", offer.lanes.len()));
@@ -640,70 +625,57 @@ impl<Q> Prefill<Q> {
             link.path != DataPath::OneSided
                 || !link.down.contains(id) && link.renewed.get(id).is_none_or(|&at| at < echo_sent)
         };
-        let lanes: Vec<HeldLane> = offer
+        let lanes: Vec<TakerLane> = offer
             .lanes
             .iter()
             .filter(|(id, _)| usable(id))
-            .map(|&(id, _)| HeldLane { id, in_flight: 0, progress: now })
+            .map(|&(id, _)| TakerLane { id, in_flight: 0, progress: now })
             .collect();
-        let slot = match self.rooms.contains_key(&claimed(room)) {
-            true => claimed(room),
-            false => (room, Some(link_id)),
-        };
-        let words = offer.blocks.words();
+        let words = offer.words();
         // A number names one room of its link, also while its engine is not quiet yet: what the
         // engine says of it must not be taken for another room's.
         let number = (link_id, offer.grant);
-        let used = self.by_grant.get(&number).is_some_and(|other| *other != slot);
-        if used || self.withheld.contains_key(&number) {
+        let used = self.by_grant.get(&number).is_some_and(|&other| other != room);
+        if used || self.not_quiet.contains_key(&number) {
             return Err(Error::new(ErrorKind::Malformed, "the grant's number is another room's")
                 .with("grant", offer.grant)
                 .with("room", room)
                 .blamed(Blame::Decode)
                 .hint("grant numbers are used once in a worker's life"));
         }
-        match self.rooms.get(&slot) {
-            Some(r) => {
-                if let Some(h) = &r.held {
-                    if h.link == link_id && h.offer.grant == offer.grant {
-                        return Ok(Some((slot, false)));
-                    }
-                    return Err(Error::new(
-                        ErrorKind::DuplicateRoom,
-                        "the room has a grant already",
-                    )
-                    .with("room", room)
-                    .with("of", &h.peer)
-                    .blamed(Blame::Caller));
-                }
-                if let Some(want) = r.decode.as_ref().filter(|want| **want != peer) {
-                    return Err(Error::new(
-                        ErrorKind::Unauthorized,
-                        "the room is another decode's",
-                    )
-                    .with("room", room)
-                    .with("expected", want)
-                    .with("found", &peer));
-                }
-                if r.phase != Phase::Running {
-                    return Err(
-                        Error::new(ErrorKind::RoomEnded, "the room is ending").with("room", room)
-                    );
-                }
+        let known = self.rooms.get(&room);
+        if let Some(t) = known.and_then(|r| r.takers.get(&link_id)) {
+            if t.offer.grant == offer.grant {
+                return Ok(Some(false));
+            }
+            return Err(Error::new(ErrorKind::DuplicateRoom, "the room has a grant already")
+                .with("room", room)
+                .with("of", &t.peer)
+                .blamed(Blame::Caller));
+        }
+        let (mut leg_deadline, mut orphan) = (None, false);
+        match known.and_then(|r| Some((r, r.leg.as_ref()?))) {
+            Some((_, leg)) if leg.ending.is_some() => {
+                return Err(
+                    Error::new(ErrorKind::RoomEnded, "the room is ending").with("room", room)
+                );
+            }
+            Some((r, leg)) if !r.waits_for(&peer) => {
+                return Err(leg.not_for(room, &peer));
+            }
+            Some((_, leg)) => {
                 if lanes.is_empty() {
                     return Ok(None);
                 }
-                let tokens = r.source.as_ref().map_or(offer.span.tokens, |s| s.tokens);
-                if tokens != offer.span.tokens {
-                    return Err(lengths_differ(tokens, offer.span.tokens));
+                if leg.tokens != offer.span.tokens {
+                    return Err(lengths_differ(leg.tokens, offer.span.tokens));
                 }
+                leg_deadline = Some(leg.deadline);
             }
             None if lanes.is_empty() => return Ok(None),
             None => {
                 if self.draining {
-                    return Err(Error::new(ErrorKind::Draining, "the prefill takes no new rooms")
-                        .blamed(Blame::Prefill)
-                        .hint("use another prefill worker"));
+                    return Err(self.is_draining());
                 }
                 let full = self.rooms.len() >= self.config.rooms_max
                     || link.orphans >= self.config.orphans_max
@@ -719,241 +691,200 @@ impl<Q> Prefill<Q> {
                 }
                 link.orphans += 1;
                 link.orphan_words += words;
-                let deadline = now.plus_ms(self.config.room_deadline_ms);
-                self.rooms.insert(slot, Room::new(None, None, deadline));
+                orphan = true;
             }
         }
-        let path = link.path;
-        let lease_until = echo_sent.plus_ms(holder_ms(offer.lease_ms));
-        self.by_grant.insert((link_id, offer.grant), slot);
-        if let Some(r) = self.rooms.get_mut(&slot) {
-            let mut held = Held {
-                link: link_id,
-                peer,
-                path,
-                grid,
-                first_block: range.start,
-                parts: Vec::new(),
-                unacked: grid.parts(),
-                ready: VecDeque::new(),
-                later: BTreeSet::new(),
-                tries: HashMap::new(),
-                lanes,
-                lease_until,
-                tainted: false,
-                serve: None,
-                serves: 0,
-                offer: Arc::new(offer),
-            };
-            // An offer that nobody has claimed costs its block list and no more.
-            if r.source.is_some() {
-                held.number_parts();
-            }
-            r.held = Some(held);
+        let mut taker = Taker {
+            peer,
+            path: link.path,
+            share: link.share.clone(),
+            orphan,
+            claimed: false,
+            parts: Vec::new(),
+            unacked: grid.parts(),
+            grid,
+            ready: VecDeque::new(),
+            later: BTreeSet::new(),
+            tries: HashMap::new(),
+            lanes,
+            lease_until: echo_sent.plus_ms(holder_ms(offer.lease_ms)),
+            tainted: false,
+            phase: Phase::Running,
+            resend: None,
+            outcome: None,
+            deadline: now.plus_ms(self.config.room_deadline_ms),
+            offer: Arc::new(offer),
+        };
+        if let Some(deadline) = leg_deadline {
+            taker.claim(deadline);
         }
-        Ok(Some((slot, true)))
+        self.by_grant.insert(number, room);
+        let r = self.rooms.entry(room).or_insert_with(Room::new);
+        r.takers.insert(link_id, taker);
+        Ok(Some(true))
     }
 
     /// The decode has decided.
     fn decided(&mut self, now: Time, link: LinkId, room: RoomId, grant: GrantId, outcome: Outcome) {
-        let Some(l) = self.links.get_mut(&link) else { return };
-        let quiet = |clean| {
-            let msg = PeerMsg::Quiesced { room, grant, clean, heard: true };
-            Output::Send { link, msg }
-        };
-        let granted = self.by_grant.get(&(link, grant)).copied().filter(|slot| slot.0 == room);
-        // Without a grant of this link: the offer was overtaken or never made, so the room cannot
-        // be done, and only the decode that the leg waits for may end it.
-        let waiting = self.rooms.get(&claimed(room)).is_some_and(|r| {
-            r.held.is_none()
-                && !outcome.is_done()
-                && r.decode.as_ref().is_none_or(|d| *d == l.peer.identity)
-        });
-        let slot = match granted {
-            Some(slot) => slot,
-            None if waiting => {
-                self.out.push_back(quiet(true));
-                claimed(room)
-            }
-            None => {
-                // Nothing of it is here, so nothing of it can land. A leg that comes later learns
-                // it. Of a room that is over, what was said stands: an answer may be lost, not
-                // improved.
-                let peer = l.peer.identity.clone();
-                let early = self.early.get(&peer).and_then(|m| m.get(&room));
-                let past = self.ended.get(&room).or(early);
-                self.out.push_back(quiet(past.is_none_or(|past| past.clean)));
-                let unheard = past.is_none() && !self.rooms.contains_key(&claimed(room));
-                if unheard && !outcome.is_done() {
-                    self.remember_early(peer, room, Past { outcome, clean: true });
+        let Some(l) = self.links.get(&link) else { return };
+        let peer = l.peer.identity.clone();
+        if let Some(t) = self.held(link, room, grant) {
+            t.outcome.get_or_insert(outcome);
+            t.resend = None;
+            match t.phase {
+                Phase::Running => self.quiesce(now, (room, link)),
+                Phase::Quieting { .. } => {}
+                Phase::Quiet => {
+                    self.say_quiet((room, link));
+                    self.end((room, link));
                 }
-                return;
             }
-        };
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        r.outcome.get_or_insert(outcome);
-        r.resend = None;
-        match r.phase {
-            Phase::Running => self.quiesce(now, slot),
-            Phase::Quieting { .. } => {}
-            Phase::Quiet => {
-                self.say_quiet(slot);
-                self.end(slot);
+            return self.rearm(room);
+        }
+        // Without a grant of this link: the offer was overtaken or never made, so the room cannot
+        // be done, nothing of it is here, and nothing of it can land. Of a room that is over, what
+        // was said stands: an answer may be lost, not improved.
+        let r = self.rooms.get_mut(&room);
+        let waits = r.as_ref().is_some_and(|r| r.waits_for(&peer)) && !outcome.is_done();
+        let leg = r.and_then(|r| r.leg.as_mut());
+        let in_leg = leg.as_ref().and_then(|l| l.over.iter().find(|(who, _)| *who == peer));
+        let early = self.early.get(&peer).and_then(|m| m.get(&room));
+        let past = in_leg.map(|(_, past)| past).or(self.ended.get(&room)).or(early);
+        let clean = past.is_none_or(|past| past.clean);
+        let unheard = past.is_none() && leg.is_none() && !outcome.is_done();
+        let msg = PeerMsg::Quiesced { room, grant, clean, heard: true };
+        self.out.push_back(Output::Send { link, msg });
+        let past = Past { outcome, clean: true };
+        match leg {
+            // Only a decode that the leg waits for has a say.
+            Some(leg) if waits => {
+                leg.over.push((peer, past));
+                self.settle(room);
+                self.rearm(room);
             }
+            // A leg that comes later learns it.
+            None if unheard => self.remember_early(peer, room, past),
+            _ => {}
         }
     }
 
     // ---- parts ----------------------------------------------------------------------------
 
-    fn rooms_of(&self, link: LinkId) -> Vec<Slot> {
-        let mut rooms: Vec<Slot> =
-            self.by_grant.iter().filter(|(k, _)| k.0 == link).map(|(_, &r)| r).collect();
-        rooms.sort_unstable();
-        rooms
-    }
-
     fn make_all_ready(&mut self, slot: Slot) {
-        let all = Rect { layers: 0..u32::MAX, blocks: 0..u32::MAX };
-        self.make_ready(slot, &all);
+        for pool in 0..self.config.pools.len() as u32 {
+            self.make_parts_ready(slot, &Rect { pool, layers: 0..u32::MAX, cells: 0..u32::MAX });
+        }
     }
 
-    /// Marks the parts that touch `fresh` (blocks of the prompt) and are final throughout.
-    fn make_ready(&mut self, slot: Slot, fresh: &Rect) {
-        let early = self.broken(Mutant::NotFinal);
-        let page_tokens = self.config.layout.page_tokens;
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
-        let shift = |b: u32| b.saturating_sub(h.first_block);
-        let here = Rect {
-            layers: fresh.layers.clone(),
-            blocks: shift(fresh.blocks.start)..shift(fresh.blocks.end),
+    /// Marks the parts that a chunk has made final.
+    fn make_ready(&mut self, slot: Slot, chunk: &Chunk) {
+        let Some(t) = self.taker(slot) else { return };
+        let Some(pool) = t.pool(chunk.pool) else { return };
+        let ours = pool.layers_at(Side::Source);
+        let here = |layer: u32| layer.clamp(ours.start, ours.end) - ours.start;
+        let rect = Rect {
+            pool: chunk.pool,
+            layers: here(chunk.layers.start)..here(chunk.layers.end),
+            // A part that ends in a cell which has just become final may begin before it.
+            cells: pool.cells_of(&chunk.tokens),
         };
-        // A part that ends in a block which has just become final may begin before it.
-        for part in h.grid.touching(&here) {
-            let Some(state) = h.parts.get_mut(part.0 as usize) else { continue };
-            let Ok(rect) = h.grid.rect(part) else { continue };
-            let end = rect.blocks.end + h.first_block;
-            let ready = rect.layers.clone().all(|l| {
-                source
-                    .done
-                    .get(l as usize)
-                    .is_some_and(|&t| source.final_blocks(t, page_tokens, early) >= end)
-            });
+        self.make_parts_ready(slot, &rect);
+    }
+
+    /// Marks the parts that touch `fresh` and are final throughout.
+    fn make_parts_ready(&mut self, slot: Slot, fresh: &Rect) {
+        let early = self.broken(Mutant::NotFinal);
+        let Some(r) = self.rooms.get_mut(&slot.0) else { return };
+        let (Some(t), Some(leg)) = (r.takers.get_mut(&slot.1), &r.leg) else { return };
+        let (Some(pool), Some(source)) =
+            (t.share.pool(fresh.pool), leg.pools.get(fresh.pool as usize))
+        else {
+            return;
+        };
+        let first_layer = pool.layers_at(Side::Source).start;
+        let is_final = |layer: u32, end: u32| {
+            let done = source.done.get((first_layer + layer) as usize).copied().unwrap_or(0);
+            let done = if early && done > 0 { leg.tokens } else { done };
+            pool.final_cells(done, leg.tokens) >= end
+        };
+        for part in t.grid.touching(fresh) {
+            let Some(state) = t.parts.get_mut(part.0 as usize) else { continue };
+            let Ok(rect) = t.grid.rect(part) else { continue };
+            let ready = rect.layers.clone().all(|layer| is_final(layer, rect.cells.end));
             if ready && *state == PartState::Waiting {
                 *state = PartState::Ready;
-                h.ready.push_back(part);
+                t.ready.push_back(part);
             }
         }
     }
 
     /// Posts what may be posted, and ends the posting when all is acknowledged.
     fn pump(&mut self, now: Time, slot: Slot) {
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        if r.phase != Phase::Running {
+        let Some(r) = self.rooms.get_mut(&slot.0) else { return };
+        let (Some(t), Some(leg)) = (r.takers.get_mut(&slot.1), &r.leg) else { return };
+        // Once the lease is over its timer is due and ends the room; an event that came before it
+        // posts nothing.
+        if t.phase != Phase::Running || !t.claimed || now >= t.lease_until {
             return;
         }
-        let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
-        if now >= h.lease_until {
-            // The timer is due and ends the room; an event that came before it posts nothing.
-            self.rearm(slot);
-            return;
-        }
-        if h.path == DataPath::Puller {
-            self.serve_next(now, slot);
-            self.rearm(slot);
-            return;
-        }
-        let Some(link) = self.links.get(&h.link) else { return };
-        while let Some(&(at, part)) = h.later.first() {
+        let Some(link) = self.links.get(&slot.1) else { return };
+        while let Some(&(at, part)) = t.later.first() {
             if at > now {
                 break;
             }
-            h.later.pop_first();
-            h.ready.push_back(part);
+            t.later.pop_first();
+            t.ready.push_back(part);
         }
-        let credit = h.offer.credit_parts;
-        while !h.ready.is_empty() {
-            let total: u32 = h.lanes.iter().map(|l| l.in_flight).sum();
-            let free = h
+        let credit = t.offer.credit_parts;
+        let mut missing = None;
+        while !t.ready.is_empty() {
+            let total: u32 = t.lanes.iter().map(|l| l.in_flight).sum();
+            let free = t
                 .lanes
                 .iter_mut()
                 .filter(|l| l.in_flight < self.config.in_flight_per_lane)
                 .filter(|l| !link.down.contains(&l.id))
                 .min_by_key(|l| l.in_flight);
             let Some(lane) = free.filter(|_| total < credit) else { break };
-            let Some(part) = h.ready.pop_front() else { break };
-            if h.parts[part.0 as usize] != PartState::Ready {
+            let Some(part) = t.ready.pop_front() else { break };
+            if t.parts[part.0 as usize] != PartState::Ready {
                 continue;
             }
-            let Ok(rect) = h.grid.rect(part) else { continue };
+            let Ok(rect) = t.grid.rect(part) else { continue };
+            let pages = match pages(&t.share, leg, &self.config, rect) {
+                Ok(pages) => pages,
+                Err(e) => {
+                    missing = Some(e.with("part", part.0).to_refusal());
+                    break;
+                }
+            };
             if lane.in_flight == 0 {
                 lane.progress = now;
             }
             lane.in_flight += 1;
-            h.parts[part.0 as usize] = PartState::InFlight(lane.id);
-            let from = (h.first_block + rect.blocks.start) as usize;
-            let to = (h.first_block + rect.blocks.end) as usize;
+            t.parts[part.0 as usize] = PartState::InFlight(lane.id);
             self.out.push_back(Output::Post {
-                link: h.link,
-                grant: h.offer.grant,
+                link: slot.1,
+                grant: t.offer.grant,
                 part,
                 lane: lane.id,
-                layers: rect.layers,
-                ids: source.ids[from..to].into(),
+                pages,
             });
         }
-        if h.unacked == 0 {
+        if t.unacked == 0 {
             self.quiesce(now, slot);
-        } else {
-            self.rearm(slot);
         }
-    }
-
-    /// On pull engines: offers to serve what is ready, one serve at a time.
-    fn serve_next(&mut self, now: Time, slot: Slot) {
-        let resend_ms = self.config.resend_ms;
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        let (Some(h), Some(source)) = (&mut r.held, &r.source) else { return };
-        if r.phase != Phase::Running || h.serve.is_some() || h.ready.is_empty() {
-            return;
+        if let Some(why) = missing {
+            self.give_up(now, slot, why);
         }
-        let mut numbers: Vec<u32> = h.ready.drain(..).map(|p| p.0).collect();
-        numbers.sort_unstable();
-        let mut parts: Vec<(u32, u32)> = Vec::new();
-        let (mut start, mut end) = (u32::MAX, 0);
-        for n in numbers {
-            if let Ok(rect) = h.grid.rect(PartId(n)) {
-                (start, end) = (start.min(rect.blocks.start), end.max(rect.blocks.end));
-            }
-            match parts.last_mut() {
-                Some((first, count)) if *first + *count == n => *count += 1,
-                _ => parts.push((n, 1)),
-            }
-        }
-        let from = (h.first_block + start) as usize;
-        let to = (h.first_block + end) as usize;
-        let serve = Serve {
-            room: slot.0,
-            grant: h.offer.grant,
-            serve: h.serves,
-            parts,
-            first_block: start,
-            blocks: BlockList::from_ids(&source.ids[from..to]),
-            word: 0,
-            word_value: h.offer.grant.0,
-        };
-        h.serves += 1;
-        let msg = PeerMsg::Serve(Box::new(serve.clone()));
-        self.out.push_back(Output::Send { link: h.link, msg });
-        h.serve = Some((serve, Backoff::new(now, resend_ms)));
     }
 
     fn acked(&mut self, now: Time, link: LinkId, grant: GrantId, part: PartId, lane: LaneId) {
-        let Some(&slot) = self.by_grant.get(&(link, grant)) else { return };
-        let Some(h) = self.rooms.get_mut(&slot).and_then(|r| r.held.as_mut()) else { return };
-        let Some(state) = h.parts.get_mut(part.0 as usize) else { return };
+        let Some(slot) = self.slot(link, grant) else { return };
+        let Some(t) = self.taker(slot) else { return };
+        let Some(state) = t.parts.get_mut(part.0 as usize) else { return };
         if *state == PartState::InFlight(lane)
-            && let Some(l) = h.lanes.iter_mut().find(|l| l.id == lane)
+            && let Some(l) = t.lanes.iter_mut().find(|l| l.id == lane)
         {
             l.in_flight = l.in_flight.saturating_sub(1);
             l.progress = now;
@@ -966,28 +897,30 @@ impl<Q> Prefill<Q> {
             }
             // It may still stand in `ready` or `later`; it is skipped there.
             *state = PartState::Acked;
-            h.unacked -= 1;
+            t.unacked -= 1;
         }
         self.pump(now, slot);
+        self.rearm(slot.0);
     }
 
     /// Parts that came back unsent or in doubt go out again, later, or the room fails.
     fn try_again(&mut self, now: Time, slot: Slot, parts: &[(PartId, LaneId)], why: &Refusal) {
         let (retry_ms, tries_max) = (self.config.retry_ms, self.config.part_tries_max);
         let mut rng = self.rng;
+        let mut retries = 0;
         let mut hopeless = None;
-        let Some(h) = self.rooms.get_mut(&slot).and_then(|r| r.held.as_mut()) else { return };
+        let Some(t) = self.taker(slot) else { return };
         for &(part, lane) in parts {
-            let Some(state) = h.parts.get_mut(part.0 as usize) else { continue };
+            let Some(state) = t.parts.get_mut(part.0 as usize) else { continue };
             if *state != PartState::InFlight(lane) {
                 continue;
             }
             *state = PartState::Ready;
-            if let Some(l) = h.lanes.iter_mut().find(|l| l.id == lane) {
+            if let Some(l) = t.lanes.iter_mut().find(|l| l.id == lane) {
                 l.in_flight = l.in_flight.saturating_sub(1);
                 l.progress = now;
             }
-            let tries = h.tries.entry(part).or_insert(0);
+            let tries = t.tries.entry(part).or_insert(0);
             *tries += 1;
             if *tries >= tries_max {
                 hopeless = Some((part, *tries));
@@ -996,10 +929,11 @@ impl<Q> Prefill<Q> {
             rng ^= rng >> 7;
             rng ^= rng << 17;
             let wait = (retry_ms << (*tries - 1).min(10)).clamp(1, limits::RETRY_MAX_MS);
-            h.later.insert((now.plus_ms(wait / 2 + rng % (wait / 2 + 1)), part));
-            self.retries += 1;
+            t.later.insert((now.plus_ms(wait / 2 + rng % (wait / 2 + 1)), part));
+            retries += 1;
         }
         self.rng = rng;
+        self.retries += retries;
         if let Some((part, tries)) = hopeless {
             let why = Error::new(ErrorKind::NoPath, "a part could not be sent")
                 .with("part", part.0)
@@ -1007,16 +941,15 @@ impl<Q> Prefill<Q> {
                 .with("last", why);
             self.give_up(now, slot, why.to_refusal());
         }
-        self.rearm(slot);
     }
 
     fn lane_down(&mut self, now: Time, link: LinkId, lane: LaneId) {
         let Some(l) = self.links.get_mut(&link) else { return };
         l.down.insert(lane);
         let why = Refusal::new(ErrorKind::NoPath, "the lane was lost");
-        for slot in self.rooms_of(link) {
-            let Some(h) = self.rooms.get_mut(&slot).and_then(|r| r.held.as_mut()) else { continue };
-            let lost: Vec<(PartId, LaneId)> = h
+        for slot in self.takers_on(link) {
+            let Some(t) = self.taker(slot) else { continue };
+            let lost: Vec<(PartId, LaneId)> = t
                 .parts
                 .iter()
                 .enumerate()
@@ -1025,11 +958,11 @@ impl<Q> Prefill<Q> {
                 .collect();
             // Where nobody at the receiver looks at writes, a lane is lent with its connection: the
             // next one may already be another grant's, so this grant must not post on it.
-            if h.path == DataPath::OneSided && h.lanes.iter().any(|l| l.id == lane) {
-                h.tainted = true;
-                h.lanes.retain(|l| l.id != lane);
+            if t.path == DataPath::OneSided && t.lanes.iter().any(|l| l.id == lane) {
+                t.tainted = true;
+                t.lanes.retain(|l| l.id != lane);
             }
-            let stranded = h.lanes.is_empty();
+            let stranded = t.lanes.is_empty();
             if !lost.is_empty() {
                 self.try_again(now, slot, &lost, &why);
             }
@@ -1037,116 +970,141 @@ impl<Q> Prefill<Q> {
                 self.give_up(now, slot, why.clone());
             }
             self.pump(now, slot);
+            self.rearm(slot.0);
         }
     }
 
     // ---- ends -----------------------------------------------------------------------------
 
-    /// Stops posting. Without a grant there is nothing to stop.
+    /// Stops posting for one taker.
     fn quiesce(&mut self, now: Time, slot: Slot) {
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        if r.phase != Phase::Running {
-            return;
-        }
-        match &r.held {
-            Some(h) => {
-                r.phase = Phase::Quieting { until: now.plus_ms(self.config.quiet_ms) };
-                let (link, grant) = (h.link, h.offer.grant);
-                self.out.push_back(Output::Quiesce { link, grant });
-                self.rearm(slot);
-            }
-            None => {
-                r.phase = Phase::Quiet;
-                r.released = true;
-                self.out.push_back(Output::Released { room: slot.0, proof: None });
-                self.end(slot);
-            }
-        }
+        let until = now.plus_ms(self.config.quiet_ms);
+        let Some(t) = self.taker(slot).filter(|t| t.phase == Phase::Running) else { return };
+        t.phase = Phase::Quieting { until };
+        let (link, grant) = (slot.1, t.offer.grant);
+        self.out.push_back(Output::Quiesce { link, grant });
     }
 
     fn quiesced(&mut self, now: Time, link: LinkId, grant: GrantId, proof: Q) {
-        if let Some((room, _)) = self.withheld.remove(&(link, grant)) {
-            self.out.push_back(Output::Released { room, proof: Some(proof) });
+        if let Some(room) = self.not_quiet.remove(&(link, grant)) {
+            if let Some(w) = self.withheld.get_mut(&room) {
+                w.waiting.remove(&(link, grant));
+                w.proofs.push(proof);
+            }
+            return self.late_release(room);
+        }
+        let Some(slot) = self.slot(link, grant) else { return };
+        let resend_ms = self.config.resend_ms;
+        let Some(r) = self.rooms.get_mut(&slot.0) else { return };
+        let Some(t) = r.takers.get_mut(&link) else { return };
+        if t.phase == Phase::Quiet {
             return;
         }
-        let Some(&slot) = self.by_grant.get(&(link, grant)) else { return };
-        let resend_ms = self.config.resend_ms;
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        let room = slot.0;
+        t.phase = Phase::Quiet;
         // An offer without a leg has no source.
-        if !std::mem::replace(&mut r.released, true) && slot.1.is_none() {
-            self.out.push_back(Output::Released { room, proof: Some(proof) });
+        if let Some(leg) = r.leg.as_mut().filter(|_| t.claimed) {
+            leg.proofs.push(proof);
         }
-        r.phase = Phase::Quiet;
+        let over = t.outcome.is_some();
+        if !over && t.resend.is_none() {
+            let (room, clean) = (slot.0, !t.tainted);
+            let msg = PeerMsg::Quiesced { room, grant, clean, heard: false };
+            t.resend = Some((msg, Backoff::new(now, resend_ms)));
+        }
         self.say_quiet(slot);
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        if r.outcome.is_some() {
+        if over {
             self.end(slot);
         } else {
-            if r.resend.is_none()
-                && let Some(h) = &r.held
-            {
-                let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard: false };
-                r.resend = Some((msg, Backoff::new(now, resend_ms)));
-            }
-            self.rearm(slot);
+            self.settle(slot.0);
         }
+        self.rearm(slot.0);
     }
 
     fn say_quiet(&mut self, slot: Slot) {
-        let Some(r) = self.rooms.get(&slot) else { return };
-        if let Some(h) = &r.held {
-            let (room, grant, heard) = (slot.0, h.offer.grant, r.outcome.is_some());
-            let msg = PeerMsg::Quiesced { room, grant, clean: !h.tainted, heard };
-            self.out.push_back(Output::Send { link: h.link, msg });
+        let (room, link) = slot;
+        if let Some(t) = self.taker(slot) {
+            let (grant, clean, heard) = (t.offer.grant, !t.tainted, t.outcome.is_some());
+            let msg = PeerMsg::Quiesced { room, grant, clean, heard };
+            self.out.push_back(Output::Send { link, msg });
         }
     }
 
-    /// This side wants the room to end; the decode decides, where it knows of it.
+    /// This side wants the room to end for one taker; its decode decides.
     fn give_up(&mut self, now: Time, slot: Slot, why: Refusal) {
         let resend_ms = self.config.resend_ms;
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        if r.outcome.is_some() || matches!(r.resend, Some((PeerMsg::Abort { .. }, _))) {
+        let (room, link) = slot;
+        let Some(t) = self.taker(slot) else { return };
+        if t.outcome.is_some() || matches!(t.resend, Some((PeerMsg::Abort { .. }, _))) {
             return;
         }
-        let to = match &r.held {
-            Some(h) => Some((h.link, h.offer.grant)),
-            None => r
-                .decode
-                .as_ref()
-                .and_then(|d| newest_link(&self.links, d).map(|id| (id, GrantId::NONE))),
-        };
-        if let Some((link, grant)) = to {
-            let msg = PeerMsg::Abort { room: slot.0, grant, why: why.clone() };
-            self.out.push_back(Output::Send { link, msg: msg.clone() });
-            r.resend = Some((msg, Backoff::new(now, resend_ms)));
-        }
-        if r.held.is_none() {
-            r.outcome = Some(Outcome::Failed { why, bytes: 0 });
-        }
+        let msg = PeerMsg::Abort { room, grant: t.offer.grant, why };
+        t.resend = Some((msg.clone(), Backoff::new(now, resend_ms)));
+        self.out.push_back(Output::Send { link, msg });
         self.quiesce(now, slot);
-        self.rearm(slot);
+        self.rearm(room);
     }
 
+    /// Ends a taker whose decode has spoken and whose engine is quiet, or will not be.
     fn end(&mut self, slot: Slot) {
-        let Some(r) = self.rooms.get(&slot) else { return };
-        if r.outcome.is_none() || !r.released && matches!(r.phase, Phase::Quieting { .. }) {
+        let (room, link) = slot;
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let ready = |t: &Taker| t.outcome.is_some() && t.phase == Phase::Quiet;
+        if !r.takers.get(&link).is_some_and(ready) {
             return;
         }
-        let Some(r) = self.take(&slot) else { return };
-        let Some(outcome) = r.outcome else { return };
-        let clean = r.held.as_ref().is_none_or(|h| !h.tainted);
-        let past = Past { outcome: outcome.clone(), clean };
-        match slot {
-            (room, None) => {
-                self.ended.insert(room, past);
-                self.out.push_back(Output::Ended { room, outcome });
-            }
-            (room, Some(_)) => {
-                if let Some(h) = r.held {
-                    self.remember_early(h.peer, room, past);
+        let Some(mut t) = r.takers.remove(&link) else { return };
+        no_orphan(&mut self.links, link, &mut t);
+        let Some(outcome) = t.outcome else { return };
+        self.by_grant.remove(&(link, t.offer.grant));
+        let past = Past { outcome, clean: !t.tainted };
+        match r.leg.as_mut().filter(|_| t.claimed) {
+            Some(leg) => leg.over.push((t.peer, past)),
+            None => self.remember_early(t.peer, room, past),
+        }
+        self.settle(room);
+    }
+
+    /// Releases the source of a room when nobody reads it or will, and ends it when every taker is
+    /// over.
+    fn settle(&mut self, room: RoomId) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let all_came = r.all_came();
+        let quiet = r.claimed().all(|(_, t)| t.phase == Phase::Quiet);
+        let takers = r.claimed().count();
+        if let Some(leg) = &mut r.leg
+            && (all_came || leg.ending.is_some())
+        {
+            if quiet && !std::mem::replace(&mut leg.released, true) {
+                let proofs = std::mem::take(&mut leg.proofs);
+                match self.withheld.get_mut(&room) {
+                    Some(w) => w.proofs.extend(proofs),
+                    None => self.out.push_back(Output::Released { room, proofs }),
                 }
             }
+            if takers == 0 {
+                let outcome = leg.outcome();
+                let clean = leg.over.iter().all(|(_, past)| past.clean);
+                self.ended.insert(room, Past { outcome: outcome.clone(), clean });
+                self.out.push_back(Output::Ended { room, outcome });
+                r.leg = None;
+                self.late_release(room);
+            }
+        }
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        if r.leg.is_none() && r.takers.is_empty() {
+            if let Some(at) = r.armed.take() {
+                self.timers.remove(&(at, room));
+            }
+            self.rooms.remove(&room);
+        }
+    }
+
+    /// Withheld blocks may change after all, once every engine is quiet and the room is over.
+    fn late_release(&mut self, room: RoomId) {
+        let runs = self.rooms.get(&room).is_some_and(|r| r.leg.is_some());
+        if !runs && self.withheld.get(&room).is_some_and(|w| w.waiting.is_empty()) {
+            let proofs = self.withheld.remove(&room).map(|w| w.proofs).unwrap_or_default();
+            self.out.push_back(Output::Released { room, proofs });
         }
     }
 
@@ -1162,152 +1120,216 @@ impl<Q> Prefill<Q> {
 
     fn link_down(&mut self, now: Time, id: LinkId, why: &Refusal) {
         let Some(link) = self.links.remove(&id) else { return };
-        let waits: Vec<Slot> = self
-            .rooms
-            .iter()
-            .filter(|(_, r)| r.held.is_none() && r.decode.as_ref() == Some(&link.peer.identity))
-            .map(|(&slot, _)| slot)
-            .collect();
-        for slot in self.rooms_of(id).into_iter().chain(waits) {
-            let Some(r) = self.rooms.get_mut(&slot) else { continue };
-            r.resend = None;
-            if r.outcome.is_none() {
-                r.outcome = Some(match &r.held {
-                    Some(_) => Outcome::Unknown { why: why.clone() },
-                    None => Outcome::Failed { why: why.clone(), bytes: 0 },
-                });
-            }
-            match r.phase {
+        let peer = link.peer.identity;
+        for slot in self.takers_on(id) {
+            let Some(t) = self.taker(slot) else { continue };
+            t.resend = None;
+            t.outcome.get_or_insert_with(|| Outcome::Unknown { why: why.clone() });
+            match t.phase {
                 Phase::Running => self.quiesce(now, slot),
                 Phase::Quieting { .. } => {}
                 Phase::Quiet => self.end(slot),
             }
+            self.rearm(slot.0);
+        }
+        // Rooms that name this decode and have not heard of it will not.
+        let named = |r: &Room<Q>| {
+            let leg = r.leg.as_ref();
+            leg.is_some_and(|leg| matches!(leg.expected, Takers::Named(_))) && r.waits_for(&peer)
+        };
+        let waiting: Vec<RoomId> =
+            self.rooms.iter().filter(|(_, r)| named(r)).map(|(&room, _)| room).collect();
+        for room in waiting {
+            if let Some(leg) = self.rooms.get_mut(&room).and_then(|r| r.leg.as_mut()) {
+                let outcome = Outcome::Failed { why: why.clone(), bytes: 0 };
+                leg.over.push((peer.clone(), Past { outcome, clean: true }));
+            }
+            self.settle(room);
+            self.rearm(room);
         }
     }
 
     // ---- time -----------------------------------------------------------------------------
 
-    fn rearm(&mut self, slot: Slot) {
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        let mut next = match r.phase {
-            Phase::Quieting { until } => until,
-            _ => r.deadline,
-        };
-        if let Some((_, resend)) = &r.resend {
-            next = next.min(resend.at);
-        }
-        if let (Phase::Running, Some(h)) = (&r.phase, &r.held) {
-            next = next.min(h.lease_until);
-            if let Some((at, _)) = h.later.first() {
-                next = next.min(*at);
-            }
-            if let Some((_, resend)) = &h.serve {
+    fn rearm(&mut self, room: RoomId) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let leg = r.leg.as_ref().filter(|leg| leg.ending.is_none());
+        let mut next = leg.map_or(Time(u64::MAX), |leg| leg.deadline);
+        for t in r.takers.values() {
+            next = next.min(match t.phase {
+                Phase::Quieting { until } => until,
+                _ => t.deadline,
+            });
+            if let Some((_, resend)) = &t.resend {
                 next = next.min(resend.at);
             }
-            for lane in h.lanes.iter().filter(|l| l.in_flight > 0) {
-                next = next.min(lane.progress.plus_ms(self.config.part_timeout_ms));
+            if t.phase == Phase::Running {
+                next = next.min(t.lease_until);
+                if let Some((at, _)) = t.later.first() {
+                    next = next.min(*at);
+                }
+                for lane in t.lanes.iter().filter(|l| l.in_flight > 0) {
+                    next = next.min(lane.progress.plus_ms(self.config.part_timeout_ms));
+                }
             }
         }
         if r.armed != Some(next) {
             if let Some(at) = r.armed {
-                self.timers.remove(&(at, slot));
+                self.timers.remove(&(at, room));
             }
             r.armed = Some(next);
-            self.timers.insert((next, slot));
+            self.timers.insert((next, room));
         }
     }
 
-    fn tick(&mut self, now: Time, slot: Slot) {
-        let room = slot.0;
-        let part_timeout_ms = self.config.part_timeout_ms;
-        let Some(r) = self.rooms.get_mut(&slot) else { return };
-        if let Some((msg, resend)) = &mut r.resend
+    fn tick(&mut self, now: Time, room: RoomId) {
+        let Some(r) = self.rooms.get(&room) else { return };
+        let links: Vec<LinkId> = r.takers.keys().copied().collect();
+        let due = r.leg.as_ref().filter(|leg| leg.ending.is_none() && now >= leg.deadline);
+        if let Some(leg) = due {
+            let came = r.claimed().count() + leg.over.len();
+            let (missing, blame) = if r.all_came() {
+                ("pages or acknowledgements", Blame::Prefill)
+            } else {
+                ("decode's offer", Blame::Decode)
+            };
+            let why = Error::new(ErrorKind::DeadlineExceeded, "the room's deadline has passed")
+                .with("missing", missing)
+                .with("takers", format!("{came} of {}", leg.expected.count()))
+                .blamed(blame);
+            // The decodes' words may still come; not for long.
+            let until = now.plus_ms(self.config.quiet_ms);
+            for slot in self.claimed(room) {
+                if let Some(t) = self.taker(slot).filter(|t| t.phase == Phase::Running) {
+                    t.deadline = until;
+                }
+            }
+            self.abort(now, room, why.to_refusal());
+        }
+        for link in links {
+            self.tick_taker(now, (room, link));
+        }
+    }
+
+    fn tick_taker(&mut self, now: Time, slot: Slot) {
+        let (room, link) = slot;
+        let (quiet_ms, part_timeout_ms) = (self.config.quiet_ms, self.config.part_timeout_ms);
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let Some(t) = r.takers.get_mut(&link) else { return };
+        let grant = t.offer.grant;
+        if let Some((msg, resend)) = &mut t.resend
             && now >= resend.at
         {
             resend.again(now);
             let msg = msg.clone();
-            let link = r.held.as_ref().map(|h| h.link).or_else(|| {
-                let decode = r.decode.as_ref()?;
-                newest_link(&self.links, decode)
-            });
-            if let Some(link) = link {
-                self.out.push_back(Output::Send { link, msg });
-            }
+            self.out.push_back(Output::Send { link, msg });
         }
-        match &mut r.phase {
-            Phase::Quieting { until } if now >= *until => {
+        match t.phase {
+            Phase::Quieting { until } if now >= until => {
                 let why = Error::new(ErrorKind::Quarantined, "the engine does not become quiet")
                     .with("room", room)
-                    .with("quiet_ms", self.config.quiet_ms)
+                    .with("quiet_ms", quiet_ms)
                     .blamed(Blame::Prefill)
                     .to_refusal();
-                r.phase = Phase::Quiet;
-                r.released = true;
-                r.outcome.get_or_insert(Outcome::Unknown { why: why.clone() });
-                if let Some(h) = &mut r.held {
-                    h.tainted = true;
-                    // An offer without a leg has no source.
-                    if let Some(source) = &r.source {
-                        let withheld = (room, source.declared());
-                        self.withheld.insert((h.link, h.offer.grant), withheld);
+                t.phase = Phase::Quiet;
+                t.outcome.get_or_insert(Outcome::Unknown { why: why.clone() });
+                t.tainted = true;
+                // An offer without a leg has no source.
+                if let Some(leg) = r.leg.as_ref().filter(|_| t.claimed) {
+                    let first = !self.withheld.contains_key(&room);
+                    let w = self.withheld.entry(room).or_insert_with(|| Withheld {
+                        waiting: BTreeSet::new(),
+                        proofs: Vec::new(),
+                        blocks: leg.declared(),
+                    });
+                    w.waiting.insert((link, grant));
+                    self.not_quiet.insert((link, grant), room);
+                    if first {
                         self.out.push_back(Output::Withheld { room, why });
                     }
                 }
                 self.say_quiet(slot);
                 self.end(slot);
             }
-            Phase::Running if now >= r.deadline => {
-                let missing = match (&r.source, &r.held) {
-                    (None, _) => "prefill leg",
-                    (_, None) => "decode's offer",
-                    (_, Some(_)) => "pages or acknowledgements",
-                };
-                let blame = match missing {
-                    "decode's offer" => Blame::Decode,
-                    _ => Blame::Prefill,
-                };
+            Phase::Running if now >= t.deadline => {
                 let why = Error::new(ErrorKind::DeadlineExceeded, "the room's deadline has passed")
-                    .with("missing", missing)
-                    .blamed(blame);
-                // The decode's word may still come; not for long.
-                r.deadline = now.plus_ms(self.config.quiet_ms);
+                    .with("missing", "prefill leg")
+                    .blamed(Blame::Prefill);
+                t.deadline = now.plus_ms(quiet_ms);
+                self.give_up(now, slot, why.to_refusal());
+            }
+            Phase::Running if now >= t.lease_until => {
+                let why = Error::new(ErrorKind::LeaseExpired, "the grant was not renewed")
+                    .with("lease_ms", t.offer.lease_ms)
+                    .blamed(Blame::Decode);
                 self.give_up(now, slot, why.to_refusal());
             }
             Phase::Running => {
-                let Some(h) = &mut r.held else { return };
-                if now >= h.lease_until {
-                    let why = Error::new(ErrorKind::LeaseExpired, "the grant was not renewed")
-                        .with("lease_ms", h.offer.lease_ms)
-                        .blamed(Blame::Decode);
-                    self.give_up(now, slot, why.to_refusal());
-                    return;
-                }
-                if let Some((serve, resend)) = &mut h.serve
-                    && now >= resend.at
-                {
-                    resend.again(now);
-                    let msg = PeerMsg::Serve(Box::new(serve.clone()));
-                    self.out.push_back(Output::Send { link: h.link, msg });
-                }
-                for lane in h.lanes.iter_mut().filter(|l| l.in_flight > 0) {
+                for lane in t.lanes.iter_mut().filter(|l| l.in_flight > 0) {
                     if now >= lane.progress.plus_ms(part_timeout_ms) {
                         lane.progress = now;
-                        self.out.push_back(Output::ResetLane { link: h.link, lane: lane.id });
+                        self.out.push_back(Output::ResetLane { link, lane: lane.id });
                     }
                 }
                 self.pump(now, slot);
             }
             // The decode never spoke.
-            Phase::Quiet if now >= r.deadline => {
+            Phase::Quiet if now >= t.deadline => {
                 let why = Error::new(ErrorKind::DeadlineExceeded, "the decode did not decide")
                     .with("missing", "decode's decision")
                     .blamed(Blame::Decode);
-                r.outcome.get_or_insert(Outcome::Unknown { why: why.to_refusal() });
+                t.outcome.get_or_insert(Outcome::Unknown { why: why.to_refusal() });
                 self.end(slot);
             }
             _ => {}
         }
     }
+}
+
+/// This side's pages of a part.
+fn pages<Q>(share: &Share, leg: &Leg<Q>, config: &PrefillConfig, rect: Rect) -> Result<PartPages> {
+    let n = rect.pool as usize;
+    let (Some(pool), Some(map), Some(source)) =
+        (share.pools().get(n), config.maps.get(n), leg.pools.get(n))
+    else {
+        return Err(Error::new(ErrorKind::Internal, "a part of no pool").with("pool", n));
+    };
+    let blocks = pool.blocks(Side::Source, &rect.cells);
+    let blocks = Blocks::new(map.clone(), blocks.start, source.get(blocks))?;
+    PartPages::new(pool.clone(), Side::Source, rect.layers, rect.cells, blocks)
+}
+
+/// An offer that its link counts as unclaimed is so no longer.
+fn no_orphan(links: &mut HashMap<LinkId, Link>, link: LinkId, taker: &mut Taker) {
+    if let (true, Some(l)) = (std::mem::take(&mut taker.orphan), links.get_mut(&link)) {
+        l.orphans -= 1;
+        l.orphan_words -= taker.offer.words();
+    }
+}
+
+/// An offer has, for each pool, as many blocks as the decode's layout makes of its span.
+fn check_lists(share: &Share, offer: &Offer) -> Result<()> {
+    let bad = |what: &str, found: u64, expected: u64| {
+        Err(Error::new(ErrorKind::InvalidPlan, what)
+            .with("found", found)
+            .with("expected", expected))
+    };
+    let pools = share.pools();
+    if offer.blocks.len() != pools.len() {
+        return bad(
+            "one list of blocks for each pool",
+            offer.blocks.len() as u64,
+            pools.len() as u64,
+        );
+    }
+    for (pool, list) in pools.iter().zip(&offer.blocks) {
+        let wanted: Range<u32> = pool.blocks(Side::Destination, &pool.cells(&offer.span));
+        let expected = u64::from(wanted.end - wanted.start);
+        if !pool.is_empty() && list.len() != expected {
+            return bad("wrong number of blocks in the offer", list.len(), expected);
+        }
+    }
+    Ok(())
 }
 
 fn newest_link(links: &HashMap<LinkId, Link>, decode: &Identity) -> Option<LinkId> {
@@ -1319,56 +1341,4 @@ fn lengths_differ(prefill_tokens: u32, decode_tokens: u32) -> Error {
         .with("prefill_tokens", prefill_tokens)
         .with("decode_tokens", decode_tokens)
         .hint("both legs must carry the same prompt")
-}
-
-impl Past {
-    /// What a decode that comes too late is told: why the room failed, if it did.
-    fn reason(&self, room: RoomId) -> Error {
-        match &self.outcome {
-            Outcome::Failed { why, .. } => why.clone().into(),
-            _ => self.refusal(room),
-        }
-    }
-    fn refusal(&self, room: RoomId) -> Error {
-        Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
-            .with("room", room)
-            .with("outcome", &self.outcome)
-    }
-}
-
-impl Held {
-    fn number_parts(&mut self) {
-        self.parts = vec![PartState::Waiting; self.grid.parts() as usize];
-    }
-}
-
-impl Source {
-    fn declared(&self) -> u32 {
-        self.ids.iter().filter(|&&id| id != NOT_DECLARED).count() as u32
-    }
-    /// Blocks at the start of the prompt that are final once `tokens` are declared.
-    fn final_blocks(&self, tokens: u32, page_tokens: u32, early: bool) -> u32 {
-        if tokens == self.tokens || early {
-            tokens.div_ceil(page_tokens)
-        } else {
-            tokens / page_tokens
-        }
-    }
-}
-
-impl Room {
-    fn new(source: Option<Source>, decode: Option<Identity>, deadline: Time) -> Self {
-        Self {
-            source,
-            decode,
-            issuer: None,
-            held: None,
-            phase: Phase::Running,
-            resend: None,
-            outcome: None,
-            released: false,
-            deadline,
-            armed: None,
-        }
-    }
 }

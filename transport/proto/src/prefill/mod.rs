@@ -14,6 +14,7 @@
 //! 6. Rooms nobody claims, on either side, end at a deadline that names the missing side.
 
 mod machine;
+mod room;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use crate::limits;
 use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg};
 #[cfg(feature = "mutants")]
 use crate::mutant::Mutant;
-use crate::plan::{PartPages, Share};
+use crate::plan::{PartPages, Share, Span};
 use crate::time::Time;
 
 pub use machine::Prefill;
@@ -265,8 +266,10 @@ pub enum Output<Q> {
         link: LinkId,
         /// The offer, for engines that write themselves.
         offer: Arc<Offer>,
-        /// Parts of the room.
+        /// Parts that this side sends under it.
         parts: u32,
+        /// Once every taker has come: what of the prompt any of them wants.
+        wanted: Option<Span>,
     },
     /// The engine sends a part.
     Post {
@@ -295,13 +298,13 @@ pub enum Output<Q> {
         /// The grant.
         grant: GrantId,
     },
-    /// The source blocks of the room may change: with a proof, or because nothing was ever posted.
+    /// The source blocks of the room may change: with the proofs, or because nothing was ever posted.
     /// After [`Output::Withheld`] it may still follow, also when the room has ended.
     Released {
         /// The room.
         room: RoomId,
-        /// The proof, where a grant was used.
-        proof: Option<Q>,
+        /// The proofs of the grants that were used.
+        proofs: Vec<Q>,
     },
     /// The engine did not become quiet in time: the source blocks stay withheld.
     Withheld {

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::*;
+use crate::blocks::BlockList;
 use crate::ids::Incarnation;
-use crate::layout::small_layout;
+use crate::layout::{Coordinates, Device, Layout, PoolMap, small_layout};
 use crate::plan::Span;
 
 const LINK: LinkId = LinkId(1);
@@ -17,37 +18,55 @@ fn at(ms: u64) -> Time {
 }
 /// A worker whose proofs are nothing, with one link.
 fn worker(path: DataPath) -> Prefill<()> {
-    let mut m = Prefill::new(PrefillConfig::new(small_layout(), 16, 1));
-    let identity = Identity::new("c", Role::Decode, "d", 0).unwrap();
-    let peer = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
-    m.handle_event(at(0), Event::LinkUp { link: LINK, peer, path, part_bytes: 1 });
+    let mut m = Prefill::new(config(16));
+    link_up(&mut m, LINK, "d", path, &small_layout());
     m
+}
+fn config(blocks: u32) -> PrefillConfig {
+    let layout = small_layout();
+    let map = Arc::new(PoolMap::contiguous(Device::Host, 0, &layout, blocks));
+    PrefillConfig::new([layout].into(), [map].into(), 1)
+}
+fn link_up(m: &mut Prefill<()>, link: LinkId, name: &str, path: DataPath, layout: &Layout) {
+    let identity = Identity::new("c", Role::Decode, name, 0).unwrap();
+    let peer = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
+    let share = Arc::new(Share::between(&[small_layout()], std::slice::from_ref(layout)).unwrap());
+    m.handle_event(at(0), Event::LinkUp { link, peer, path, part_bytes: 1, share });
 }
 fn outputs(m: &mut Prefill<()>) -> Vec<Output<()>> {
     std::iter::from_fn(|| m.poll_output()).collect()
 }
 fn offer(m: &mut Prefill<()>, now: Time, echo_sent: Time) {
+    offer_on(m, LINK, GRANT, now, echo_sent);
+}
+fn offer_on(m: &mut Prefill<()>, link: LinkId, grant: GrantId, now: Time, echo_sent: Time) {
     let offer = Offer {
         room: ROOM,
-        grant: GRANT,
+        grant,
         issuer: None,
         span: Span { tokens: 8, prefix_tokens: 0 },
-        blocks: BlockList::from_ids(&[1, 2]),
+        blocks: vec![BlockList::from_ids(&[1, 2])],
         lanes: vec![(LANE, 1)],
         credit_parts: 8,
         lease_ms: 1_000,
     };
     let msg = PeerMsg::Offer(Box::new(offer));
-    m.handle_event(now, Event::Peer { link: LINK, msg, echo_sent });
+    m.handle_event(now, Event::Peer { link, msg, echo_sent });
 }
 fn attach(m: &mut Prefill<()>, now: Time) {
-    let (decode, issuer) = (None, None);
-    let ev = Event::Attach { room: ROOM, tokens: 8, decode, issuer, deadline_ms: 60_000 };
+    attach_with(m, now, Takers::Any(1), 60_000);
+}
+fn attach_with(m: &mut Prefill<()>, now: Time, takers: Takers, deadline_ms: u64) {
+    let ev = Event::Attach { room: ROOM, tokens: 8, takers, issuer: None, deadline_ms };
     m.handle_event(now, ev);
+}
+fn named(names: &[&str]) -> Takers {
+    let who = |n: &&str| Identity::new("c", Role::Decode, n, 0).unwrap();
+    Takers::Named(names.iter().map(who).collect())
 }
 fn chunk(m: &mut Prefill<()>, now: Time, tokens: Range<u32>, ids: &[u32]) {
     let blocks = BlockList::from_ids(ids);
-    m.handle_event(now, Event::Chunk(Chunk { room: ROOM, tokens, layers: 0..4, blocks }));
+    m.handle_event(now, Event::Chunk(Chunk { room: ROOM, pool: 0, tokens, layers: 0..4, blocks }));
 }
 fn posts(out: &[Output<()>]) -> usize {
     out.iter().filter(|o| matches!(o, Output::Post { .. })).count()
@@ -136,16 +155,12 @@ fn what_was_said_of_a_grant_is_not_improved_when_it_is_repeated() {
 
 /// A second decode, linked to the same worker.
 fn stranger(m: &mut Prefill<()>) -> LinkId {
-    let identity = Identity::new("c", Role::Decode, "e", 0).unwrap();
-    let peer = WorkerKey { identity, incarnation: Incarnation([2; 16]) };
-    let (link, path) = (LinkId(2), DataPath::ReceiverCopies);
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, part_bytes: 1 });
+    let link = LinkId(2);
+    link_up(m, link, "e", DataPath::ReceiverCopies, &small_layout());
     link
 }
 fn attach_for(m: &mut Prefill<()>, decode: &str) -> Vec<Output<()>> {
-    let decode = Some(Identity::new("c", Role::Decode, decode, 0).unwrap());
-    let (issuer, deadline_ms) = (None, 60_000);
-    m.handle_event(at(1), Event::Attach { room: ROOM, tokens: 8, decode, issuer, deadline_ms });
+    attach_with(m, at(1), named(&[decode]), 60_000);
     outputs(m)
 }
 
@@ -164,7 +179,7 @@ fn one_decode_cannot_spoil_the_room_of_another() {
                 grant,
                 issuer: None,
                 span: Span { tokens: 4, prefix_tokens: 0 },
-                blocks: BlockList::from_ids(&[1]),
+                blocks: vec![BlockList::from_ids(&[1])],
                 lanes: vec![(LANE, 1)],
                 credit_parts: 8,
                 lease_ms: 1_000,
@@ -173,7 +188,11 @@ fn one_decode_cannot_spoil_the_room_of_another() {
         m.handle_event(at(0), Event::Peer { link, msg, echo_sent: at(0) });
         outputs(&mut m);
         let out = attach_for(&mut m, "d");
-        assert!(matches!(out[..], [Output::Attached { .. }]), "{forged}: {out:?}");
+        // A stranger's offer is told that the room is not its.
+        let told = |o: &Output<()>| matches!(o, Output::Send { .. } | Output::Quiesce { .. });
+        let left: Vec<_> = out.iter().filter(|o| !told(o)).collect();
+        assert!(matches!(left[..], [Output::Attached { .. }]), "{forged}: {out:?}");
+        assert_eq!(left.len() < out.len(), forged == "offer", "{forged}: {out:?}");
         offer(&mut m, at(2), at(2));
         chunk(&mut m, at(3), 0..8, &[1, 2]);
         assert_eq!(posts(&outputs(&mut m)), 8, "{forged}");
@@ -196,10 +215,7 @@ fn a_leg_hears_what_its_own_decode_said_before() {
 
 #[test]
 fn offers_nobody_claims_are_bounded_by_count_and_by_their_lists() {
-    let mut m = Prefill::<()>::new(PrefillConfig {
-        orphans_max: 3,
-        ..PrefillConfig::new(small_layout(), 1 << 20, 1)
-    });
+    let mut m = Prefill::<()>::new(PrefillConfig { orphans_max: 3, ..config(1 << 20) });
     let link = stranger(&mut m);
     let send = |m: &mut Prefill<()>, n: u64, blocks: u32| {
         let ids: Vec<u32> = (0..blocks).map(|i| i * 2 % 7 + i * 8).collect();
@@ -208,7 +224,7 @@ fn offers_nobody_claims_are_bounded_by_count_and_by_their_lists() {
             grant: GrantId(n),
             issuer: None,
             span: Span { tokens: blocks * 4, prefix_tokens: 0 },
-            blocks: BlockList::Ids(ids),
+            blocks: vec![BlockList::Ids(ids)],
             lanes: vec![(LANE, 1)],
             credit_parts: 8,
             lease_ms: 1_000,
@@ -223,7 +239,7 @@ fn offers_nobody_claims_are_bounded_by_count_and_by_their_lists() {
     assert!(!send(&mut m, 2, half + 1), "too many words");
     assert!(send(&mut m, 3, 1) && send(&mut m, 4, 1));
     assert!(!send(&mut m, 5, 1), "too many offers");
-    assert!(m.rooms.values().all(|r| r.held.as_ref().unwrap().parts.is_empty()));
+    assert!(m.rooms.values().all(|r| r.takers.values().all(|t| t.parts.is_empty())));
     m.handle_event(at(1), Event::LinkDown { link, why: Refusal::new(ErrorKind::PeerLost, "x") });
     for n in [1, 3, 4] {
         m.handle_event(at(1), Event::Quiesced { link, grant: GrantId(n), proof: () });
@@ -243,7 +259,10 @@ fn a_late_proof_releases_withheld_blocks() {
     assert_eq!(m.load().quarantined_blocks, 2);
     m.handle_event(at(9_000), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
     let out = outputs(&mut m);
-    assert!(matches!(out[..], [Output::Released { proof: Some(()), .. }]), "{out:?}");
+    assert!(
+        matches!(out[..], [Output::Released { ref proofs, .. }] if proofs.len() == 1),
+        "{out:?}"
+    );
     assert_eq!(m.load().quarantined_blocks, 0);
 }
 
@@ -258,7 +277,7 @@ fn one_grant_number_is_one_room() {
         grant: GRANT,
         issuer: None,
         span: Span { tokens: 8, prefix_tokens: 0 },
-        blocks: BlockList::from_ids(&[3, 4]),
+        blocks: vec![BlockList::from_ids(&[3, 4])],
         lanes: vec![(LANE, 1)],
         credit_parts: 8,
         lease_ms: 1_000,
@@ -279,9 +298,7 @@ fn one_grant_number_is_one_room() {
 #[test]
 fn a_decode_that_never_decides_holds_a_room_little_longer_than_its_deadline() {
     let mut m = worker(DataPath::ReceiverCopies);
-    let (decode, issuer) = (None, None);
-    let ev = Event::Attach { room: ROOM, tokens: 8, decode, issuer, deadline_ms: 900 };
-    m.handle_event(at(0), ev);
+    attach_with(&mut m, at(0), Takers::Any(1), 900);
     offer(&mut m, at(0), at(0));
     m.handle_timeout(at(900));
     m.handle_event(at(901), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
@@ -306,4 +323,157 @@ fn an_offer_that_comes_after_the_prefill_gave_up_is_told_why() {
         _ => None,
     });
     assert_eq!(told, Some(ErrorKind::Incomplete), "{out:?}");
+}
+
+const SECOND: LinkId = LinkId(2);
+const OTHER: GrantId = GrantId(5);
+
+/// A worker with links to both ranks of a decode instance, each of which takes one of two heads.
+fn two_takers(path: DataPath) -> Prefill<()> {
+    let half = |rank| Layout {
+        kv_heads: 1,
+        at: Coordinates { tp: (rank, 2), ..Coordinates::SINGLE },
+        ..small_layout()
+    };
+    let mut m = Prefill::new(config(16));
+    link_up(&mut m, LINK, "d", path, &half(0));
+    link_up(&mut m, SECOND, "e", path, &half(1));
+    m
+}
+fn done(m: &mut Prefill<()>, link: LinkId, grant: GrantId, now: Time) {
+    let msg = PeerMsg::Ended { room: ROOM, grant, outcome: Outcome::Done { bytes: 100 } };
+    m.handle_event(now, Event::Peer { link, msg, echo_sent: now });
+}
+fn ack_all(m: &mut Prefill<()>, now: Time, out: &[Output<()>]) {
+    for o in out {
+        if let Output::Post { link, grant, part, lane, .. } = o {
+            let ev = Event::Acked { link: *link, grant: *grant, part: *part, lane: *lane };
+            m.handle_event(now, ev);
+        }
+    }
+}
+fn count(out: &[Output<()>], what: fn(&Output<()>) -> bool) -> usize {
+    out.iter().filter(|o| what(o)).count()
+}
+const RELEASED: fn(&Output<()>) -> bool = |o| matches!(o, Output::Released { .. });
+const ENDED: fn(&Output<()>) -> bool = |o| matches!(o, Output::Ended { .. });
+
+#[test]
+fn a_source_is_released_when_every_taker_is_quiet_and_ends_when_every_taker_has_spoken() {
+    let mut m = two_takers(DataPath::ReceiverCopies);
+    attach_with(&mut m, at(0), named(&["d", "e"]), 60_000);
+    offer(&mut m, at(1), at(1));
+    chunk(&mut m, at(2), 0..8, &[1, 2]);
+    let out = outputs(&mut m);
+    assert_eq!(posts(&out), 8, "the second taker has not come");
+    ack_all(&mut m, at(3), &out);
+    m.handle_event(at(4), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    done(&mut m, LINK, GRANT, at(5));
+    let out = outputs(&mut m);
+    assert_eq!(count(&out, RELEASED) + count(&out, ENDED), 0, "{out:?}");
+    // What was declared before it came is sent to it as well.
+    offer_on(&mut m, SECOND, OTHER, at(6), at(6));
+    let out = outputs(&mut m);
+    assert_eq!(posts(&out), 8);
+    let wanted = |o: &Output<()>| matches!(o, Output::Granted { wanted: Some(_), .. });
+    assert!(out.iter().any(wanted), "{out:?}");
+    ack_all(&mut m, at(7), &out);
+    m.handle_event(at(8), Event::Quiesced { link: SECOND, grant: OTHER, proof: () });
+    let out = outputs(&mut m);
+    assert!(out.iter().any(|o| matches!(o, Output::Released { proofs, .. } if proofs.len() == 2)));
+    assert_eq!(count(&out, ENDED), 0);
+    done(&mut m, SECOND, OTHER, at(9));
+    let out = outputs(&mut m);
+    assert!(
+        out.iter()
+            .any(|o| matches!(o, Output::Ended { outcome: Outcome::Done { bytes: 200 }, .. })),
+        "{out:?}"
+    );
+    assert_eq!((count(&out, RELEASED), m.active()), (0, 0));
+}
+
+#[test]
+fn takers_get_different_bytes_of_the_same_blocks() {
+    let mut m = two_takers(DataPath::ReceiverCopies);
+    attach_with(&mut m, at(0), Takers::Any(2), 60_000);
+    offer(&mut m, at(1), at(1));
+    offer_on(&mut m, SECOND, OTHER, at(1), at(1));
+    chunk(&mut m, at(2), 0..8, &[1, 2]);
+    let mut bytes: Vec<u64> = Vec::new();
+    for o in outputs(&mut m) {
+        if let Output::Post { pages, .. } = o {
+            bytes.extend(pages.iter().flat_map(|p| p.address..p.address + u64::from(p.bytes)));
+        }
+    }
+    let len = bytes.len() as u64;
+    bytes.sort_unstable();
+    bytes.dedup();
+    assert_eq!((bytes.len() as u64, len), (2 * small_layout().block_bytes(), len), "none twice");
+}
+
+#[test]
+fn a_taker_that_fails_fails_the_room_but_not_the_other_takers() {
+    let mut m = two_takers(DataPath::ReceiverCopies);
+    attach_with(&mut m, at(0), named(&["d", "e"]), 60_000);
+    offer(&mut m, at(1), at(1));
+    offer_on(&mut m, SECOND, OTHER, at(1), at(1));
+    m.handle_event(
+        at(2),
+        Event::LinkDown { link: LINK, why: Refusal::new(ErrorKind::PeerLost, "x") },
+    );
+    m.handle_event(at(3), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    outputs(&mut m);
+    chunk(&mut m, at(4), 0..8, &[1, 2]);
+    let out = outputs(&mut m);
+    assert_eq!(posts(&out), 8);
+    ack_all(&mut m, at(5), &out);
+    m.handle_event(at(6), Event::Quiesced { link: SECOND, grant: OTHER, proof: () });
+    done(&mut m, SECOND, OTHER, at(7));
+    let out = outputs(&mut m);
+    assert_eq!(count(&out, RELEASED), 1);
+    assert!(
+        out.iter().any(|o| matches!(o, Output::Ended { outcome: Outcome::Unknown { .. }, .. })),
+        "{out:?}"
+    );
+}
+
+#[test]
+fn a_leg_whose_takers_do_not_all_come_ends_at_its_deadline() {
+    let mut m = two_takers(DataPath::ReceiverCopies);
+    attach_with(&mut m, at(0), named(&["d", "e"]), 900);
+    offer(&mut m, at(1), at(1));
+    outputs(&mut m);
+    m.handle_timeout(at(900));
+    let out = outputs(&mut m);
+    assert_eq!(count(&out, |o| matches!(o, Output::Send { msg: PeerMsg::Abort { .. }, .. })), 2);
+    offer_on(&mut m, SECOND, OTHER, at(901), at(901));
+    let out = outputs(&mut m);
+    assert!(matches!(out[..], [Output::Send { msg: PeerMsg::Abort { .. }, .. }]), "{out:?}");
+    m.handle_event(at(902), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    ended(&mut m, at(903));
+    let out = outputs(&mut m);
+    assert_eq!((count(&out, RELEASED), count(&out, ENDED), m.active()), (1, 1, 0), "{out:?}");
+    assert_eq!(m.poll_timeout(), None);
+}
+
+#[test]
+fn nobody_fetches_a_room_twice_or_uninvited() {
+    for takers in [Takers::Any(0), Takers::Named(vec![]), named(&["d", "d"]), Takers::Any(65)] {
+        let mut m = two_takers(DataPath::ReceiverCopies);
+        attach_with(&mut m, at(0), takers, 900);
+        assert!(matches!(outputs(&mut m)[..], [Output::Refused { .. }]));
+    }
+    let mut m = two_takers(DataPath::ReceiverCopies);
+    attach_with(&mut m, at(0), named(&["e"]), 900);
+    outputs(&mut m);
+    offer(&mut m, at(1), at(1));
+    let told = outputs(&mut m).into_iter().find_map(|o| match o {
+        Output::Send { msg: PeerMsg::Abort { why, .. }, .. } => Some(why.to_string()),
+        _ => None,
+    });
+    let told = told.unwrap();
+    assert!(
+        told.contains("expected=c/decode/e/0") && told.contains("found=c/decode/d/0"),
+        "{told}"
+    );
 }

@@ -480,7 +480,7 @@ impl Engine for TcpEngine {
                 let blob = self.listen(link, peer, lanes, receiver);
                 self.outbox.push(EngineEvent::Local { link, blob });
             }
-            Command::Connect { link, remote, map: _ } => {
+            Command::Connect { link, remote, maps: _ } => {
                 if let Err(e) = self.connect(link, &remote) {
                     self.outbox.push(EngineEvent::Local { link, blob: Err(e) });
                 }
@@ -490,12 +490,6 @@ impl Engine for TcpEngine {
                 if let Err(e) = self.pens.open(grant) {
                     self.outbox.push(EngineEvent::Trouble(e));
                 }
-            }
-            Command::Pull(pull) => {
-                let e = Error::new(ErrorKind::Internal, "the tcp engine does not pull")
-                    .with("link", pull.link.0)
-                    .with("grant", pull.serve.grant);
-                self.outbox.push(EngineEvent::Trouble(e));
             }
             Command::Fence { grant, how } => {
                 self.outbox.push(EngineEvent::Fenced(self.pens.fence(grant, how)));

@@ -92,9 +92,11 @@ impl Pens {
                 .with("grant", grant.grant)
                 .with("limit", limits::ROOMS_MAX));
         }
-        let parts = grant.plan.grid().parts();
-        let target = Arc::new(Target::new(grant.plan));
-        state.grants.open(grant.grant, grant.link, &grant.lanes, parts, target)
+        let links = grant.sources.into_iter().map(|s| {
+            let parts = s.plan.grid().parts();
+            (s.link, s.lanes, parts, Arc::new(Target::new(s.plan)))
+        });
+        state.grants.open(grant.grant, links)
     }
     /// Where a frame may land.
     pub(super) fn admit(
@@ -112,16 +114,16 @@ impl Pens {
         if crate::engine::fence::fences_off() {
             return FenceProof::new(grant, how);
         }
-        let target = {
+        let targets: Vec<Arc<Target>> = {
             let mut state = self.state();
             state.fenced.insert(grant, ());
-            state.grants.get(grant).cloned()
+            state.grants.get(grant).map(|(_, target)| target.clone()).collect()
         };
-        if let Some(target) = target {
+        for target in &targets {
             target.revoke();
-            // Only now: a second fence that came meanwhile had to find the target and wait as well.
-            self.state().grants.close(grant);
         }
+        // Only now: a second fence that came meanwhile had to find the targets and wait as well.
+        drop(self.state().grants.close(grant));
         FenceProof::new(grant, how)
     }
     /// A grant with pages in `region`. Walks every page of every open grant; for the rare
@@ -130,8 +132,8 @@ impl Pens {
         let state = self.state();
         let uses = |target: &Arc<Target>| {
             let plan = &target.plan;
-            let device = plan.device();
             (0..plan.grid().parts()).filter_map(|p| plan.pages(PartId(p)).ok()).any(|pages| {
+                let device = pages.device();
                 pages.iter().any(|page| region.contains(device, page.address, page.bytes.into()))
             })
         };
@@ -155,8 +157,9 @@ impl RevokeHandle {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::OpenSource;
     use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
-    use kvlane_proto::{BlockList, Device, Grid, Layout, PoolMap};
+    use kvlane_proto::{BlockList, Device, Layout, PoolMap};
 
     fn grant(n: u64) -> OpenGrant {
         let layout = Layout {
@@ -168,19 +171,16 @@ mod tests {
             head_dim: 64,
             dtype: Dtype::Fp8E4m3,
             page_tokens: 1,
+            window_tokens: 0,
             order: Order::Nhd,
             kind: KvKind::Mla,
             at: Coordinates::SINGLE,
         };
         let map = Arc::new(PoolMap::contiguous(Device::Host, 4096, &layout, 4));
-        let grid = Grid::new(&layout, 1, 64).unwrap();
-        let plan = Plan::new(grid, &layout, map, &BlockList::from_ids(&[2])).unwrap();
-        OpenGrant {
-            link: LinkId(1),
-            grant: GrantId(n),
-            lanes: vec![LaneId(0)],
-            plan: Arc::new(plan),
-        }
+        let plan = Plan::alike(&layout, map, 1, &BlockList::from_ids(&[2]), 64).unwrap();
+        let plan = Arc::new(plan);
+        let source = |link| OpenSource { link, lanes: vec![LaneId(0)], plan: plan.clone() };
+        OpenGrant { grant: GrantId(n), sources: vec![source(LinkId(1)), source(LinkId(2))] }
     }
 
     #[test]
@@ -202,6 +202,7 @@ mod tests {
         rx.recv().unwrap();
         assert_eq!(revoker.join().unwrap().grant(), GrantId(7));
         assert!(target.hold().is_none());
+        assert!(pens.admit(LinkId(2), LaneId(0), GrantId(7), PartId(0)).is_err());
         assert!(pens.admit(LinkId(1), LaneId(0), GrantId(7), PartId(0)).is_err());
     }
 

@@ -243,7 +243,7 @@ impl Inbound {
     fn arrived(&mut self, turn: &mut Turn<'_>, header: &Header, target: &Target) {
         let (grant, part) = (header.grant, header.part);
         target.landed(part);
-        turn.events.push(EngineEvent::Arrived { grant, part, lane: self.lane });
+        turn.events.push(EngineEvent::Arrived { link: self.link, grant, part, lane: self.lane });
         self.ack(Status::Landed, grant, part);
     }
 

@@ -1,0 +1,345 @@
+//! Links, their lanes, and the rooms that wait for some.
+//!
+//! Owns: which links are up, which of their lanes are free or lent, and one queue for each prefill
+//! worker. In: rooms with the prefills they need, links and lanes that come and go. Out of
+//! [`Lanes::take`]: a room with lanes from every one of its prefills.
+//!
+//! Invariants:
+//! 1. A room joins the queues of all its prefills at one moment, so two rooms have the same order
+//!    in every queue that both are in. The room that came first is first in each of its queues:
+//!    rooms never wait for each other in a circle.
+//! 2. Lanes go only to a room that is first in all its queues, from all of its links at once.
+//! 3. A lane is free, lent or down; `pair_epoch` counts how often it was lent.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::fmt;
+use std::sync::Arc;
+
+use crate::error::{Blame, Error, ErrorKind, Result};
+use crate::ids::{Identity, LaneId, LinkId, RoomId, WorkerKey};
+use crate::layout::Layout;
+use crate::msg::peer::DataPath;
+use crate::msg::service::WorkerAddress;
+use crate::plan::{Share, prove_sources};
+
+#[derive(Debug)]
+pub(super) struct Lanes {
+    /// This worker's own pools.
+    own: Arc<[Layout]>,
+    per_room: u16,
+    peers: BTreeMap<Identity, Peer>,
+    links: HashMap<LinkId, Link>,
+    waiting: HashMap<RoomId, Waiting>,
+    /// How many wait by issuer, so that none can fill the queues alone.
+    waiting_by: HashMap<Identity, usize>,
+    /// Whose queue may have another head, or its head more lanes.
+    moved: BTreeSet<Identity>,
+}
+
+#[derive(Debug, Default)]
+struct Peer {
+    queue: VecDeque<RoomId>,
+    connecting: bool,
+    link: Option<LinkId>,
+}
+
+/// A link that is up.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) peer: WorkerKey,
+    pub(super) path: DataPath,
+    /// What the peer's rank has for this one.
+    pub(super) share: Arc<Share>,
+    /// The peer's pools.
+    pools: Arc<[Layout]>,
+    lanes: Vec<Lane>,
+    free: VecDeque<LaneId>,
+}
+
+#[derive(Clone, Debug)]
+struct Lane {
+    up: bool,
+    borrower: Option<RoomId>,
+    pair_epoch: u32,
+}
+
+/// A room in the queues.
+#[derive(Debug)]
+struct Waiting {
+    issuer: Option<Identity>,
+    prefills: Vec<WorkerKey>,
+}
+
+impl Link {
+    pub(super) fn new(
+        peer: WorkerKey,
+        path: DataPath,
+        lanes: u16,
+        share: Arc<Share>,
+        pools: Arc<[Layout]>,
+    ) -> Self {
+        let lane = Lane { up: true, borrower: None, pair_epoch: 0 };
+        let (lanes, free) = (vec![lane; usize::from(lanes)], (0..lanes).map(LaneId).collect());
+        Self { peer, path, share, pools, lanes, free }
+    }
+}
+
+impl Lanes {
+    pub(super) fn new(own: Arc<[Layout]>, per_room: u16) -> Self {
+        Self {
+            own,
+            per_room,
+            peers: BTreeMap::new(),
+            links: HashMap::new(),
+            waiting: HashMap::new(),
+            waiting_by: HashMap::new(),
+            moved: BTreeSet::new(),
+        }
+    }
+    pub(super) fn link(&self, link: LinkId) -> Option<&Link> {
+        self.links.get(&link)
+    }
+    /// The link to a worker, whichever start of it is there.
+    fn link_of(&self, peer: &Identity) -> Option<(LinkId, &Link)> {
+        let id = self.peers.get(peer)?.link?;
+        Some((id, self.links.get(&id)?))
+    }
+    /// The link to this start of a worker.
+    pub(super) fn link_to(&self, peer: &WorkerKey) -> Option<LinkId> {
+        self.link_of(&peer.identity).filter(|(_, l)| l.peer == *peer).map(|(id, _)| id)
+    }
+    /// Free lanes of all links.
+    pub(super) fn free(&self) -> usize {
+        self.links.values().map(|l| l.free.len()).sum()
+    }
+    /// Rooms in the queues.
+    pub(super) fn queued(&self) -> usize {
+        self.waiting.len()
+    }
+    /// Rooms of one issuer in the queues.
+    pub(super) fn queued_by(&self, issuer: &Identity) -> usize {
+        self.waiting_by.get(issuer).copied().unwrap_or(0)
+    }
+    pub(super) fn is_queued(&self, room: RoomId) -> bool {
+        self.waiting.contains_key(&room)
+    }
+    /// Every room in the queues, in a fixed order; one with several prefills several times.
+    pub(super) fn all_queued(&self) -> Vec<RoomId> {
+        self.peers.values().flat_map(|p| p.queue.iter().copied()).collect()
+    }
+
+    /// Whether a room with these prefills can be granted, as far as their links are known: each is
+    /// to the right start and has lanes enough, and together they have what this rank lacks.
+    pub(super) fn check<'a>(
+        &self,
+        prefills: impl IntoIterator<Item = &'a WorkerKey>,
+    ) -> Result<()> {
+        let asked: Vec<&WorkerKey> = prefills.into_iter().collect();
+        let mut pools = Vec::with_capacity(asked.len());
+        for &key in &asked {
+            let Some((_, link)) = self.link_of(&key.identity) else { continue };
+            if link.peer != *key {
+                return Err(stale(key, &link.peer));
+            }
+            if usize::from(self.per_room) > link.lanes.len() {
+                return Err(Error::new(
+                    ErrorKind::NeverFits,
+                    "a room borrows more lanes than the link has",
+                )
+                .with("prefill", &key.identity)
+                .with("lanes_per_room", self.per_room)
+                .with("lanes", link.lanes.len())
+                .hint("lower lanes_per_room or raise lanes_per_link"));
+            }
+            pools.push(&link.pools);
+        }
+        if pools.len() < asked.len() {
+            return Ok(());
+        }
+        prove_sources(&self.own, &pools)
+            .map_err(|e| e.with("prefills", names(asked.iter().map(|key| &key.identity))))
+    }
+
+    /// Puts a room at the end of the queue of each of its prefills; which of them are to be linked.
+    pub(super) fn join(
+        &mut self,
+        room: RoomId,
+        issuer: Option<Identity>,
+        prefills: &[&WorkerAddress],
+    ) -> Vec<WorkerAddress> {
+        let mut unlinked = Vec::new();
+        for &address in prefills {
+            let identity = &address.key.identity;
+            let peer = self.peers.entry(identity.clone()).or_default();
+            peer.queue.push_back(room);
+            if peer.link.is_none() && !std::mem::replace(&mut peer.connecting, true) {
+                unlinked.push(address.clone());
+            }
+            self.moved.insert(identity.clone());
+        }
+        if let Some(issuer) = &issuer {
+            *self.waiting_by.entry(issuer.clone()).or_default() += 1;
+        }
+        let prefills = prefills.iter().map(|a| a.key.clone()).collect();
+        self.waiting.insert(room, Waiting { issuer, prefills });
+        unlinked
+    }
+    /// Takes a room out of all its queues, if it is in them.
+    pub(super) fn leave(&mut self, room: RoomId) {
+        let Some(waiting) = self.waiting.remove(&room) else { return };
+        if let Some(issuer) = waiting.issuer
+            && let Some(count) = self.waiting_by.get_mut(&issuer)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.waiting_by.remove(&issuer);
+            }
+        }
+        for WorkerKey { identity, .. } in waiting.prefills {
+            if let Some(peer) = self.peers.get_mut(&identity) {
+                if peer.queue.front() == Some(&room) {
+                    peer.queue.pop_front();
+                } else {
+                    peer.queue.retain(|r| *r != room);
+                }
+            }
+            self.forget_idle(&identity);
+            self.moved.insert(identity);
+        }
+    }
+    /// Lends lanes to a room that is first in all its queues: link by link, in the order of its
+    /// prefills. None when no room can have what it needs.
+    pub(super) fn take(&mut self) -> Option<(RoomId, Vec<(LinkId, Vec<LaneId>)>)> {
+        while let Some(peer) = self.moved.pop_first() {
+            let head = self.peers.get(&peer).and_then(|p| p.queue.front().copied());
+            let Some((room, links)) = head.and_then(|room| Some((room, self.ready(room)?))) else {
+                continue;
+            };
+            self.leave(room);
+            return Some((room, links.into_iter().map(|id| (id, self.lend(id, room))).collect()));
+        }
+        None
+    }
+    /// The links of a room that can have its lanes now.
+    fn ready(&self, room: RoomId) -> Option<Vec<LinkId>> {
+        let each = self.waiting.get(&room)?.prefills.iter().map(|key| {
+            let first = self.peers.get(&key.identity)?.queue.front() == Some(&room);
+            let (id, link) = self.link_of(&key.identity)?;
+            let fits = link.peer == *key && link.free.len() >= usize::from(self.per_room);
+            (first && fits).then_some(id)
+        });
+        each.collect()
+    }
+    fn lend(&mut self, link: LinkId, room: RoomId) -> Vec<LaneId> {
+        let Some(link) = self.links.get_mut(&link) else { return Vec::new() };
+        let lent: Vec<LaneId> = link.free.drain(..usize::from(self.per_room)).collect();
+        for id in &lent {
+            let lane = &mut link.lanes[usize::from(id.0)];
+            lane.borrower = Some(room);
+            lane.pair_epoch += 1;
+        }
+        lent
+    }
+    /// Which of a queued room's prefills keeps it waiting, and whether that one is linked.
+    pub(super) fn obstacle(&self, room: RoomId) -> Option<(&Identity, bool)> {
+        let keys = &self.waiting.get(&room)?.prefills;
+        let link = |key: &&WorkerKey| self.link_of(&key.identity).map(|(_, l)| l);
+        let unlinked = keys.iter().find(|key| link(key).is_none());
+        let scarce =
+            |key: &&WorkerKey| link(key).is_some_and(|l| l.free.len() < usize::from(self.per_room));
+        let key = unlinked.or_else(|| keys.iter().find(scarce)).or(keys.first())?;
+        Some((&key.identity, unlinked.is_none()))
+    }
+
+    /// Takes lanes back. `twice` is a defect that the simulator must catch.
+    pub(super) fn give_back(&mut self, link: LinkId, lanes: Vec<LaneId>, twice: bool) {
+        let Some(link) = self.links.get_mut(&link) else { return };
+        for id in lanes {
+            let lane = &mut link.lanes[usize::from(id.0)];
+            lane.borrower = None;
+            if lane.up {
+                link.free.extend(std::iter::repeat_n(id, 1 + usize::from(twice)));
+            }
+        }
+        self.moved.insert(link.peer.identity.clone());
+    }
+    /// Lanes with their pair epochs.
+    pub(super) fn with_epochs(&self, link: LinkId, lanes: &[LaneId]) -> Vec<(LaneId, u32)> {
+        let Some(link) = self.links.get(&link) else { return Vec::new() };
+        lanes.iter().map(|id| (*id, link.lanes[usize::from(id.0)].pair_epoch)).collect()
+    }
+    /// A lane works again.
+    pub(super) fn lane_up(&mut self, link: LinkId, id: LaneId) {
+        let Some(link) = self.links.get_mut(&link) else { return };
+        let Some(lane) = link.lanes.get_mut(usize::from(id.0)) else { return };
+        if !std::mem::replace(&mut lane.up, true) && lane.borrower.is_none() {
+            link.free.push_back(id);
+            self.moved.insert(link.peer.identity.clone());
+        }
+    }
+    /// A lane does not work; the room that has it.
+    pub(super) fn lane_down(&mut self, link: LinkId, id: LaneId) -> Option<RoomId> {
+        let link = self.links.get_mut(&link)?;
+        let lane = link.lanes.get_mut(usize::from(id.0))?;
+        lane.up = false;
+        link.free.retain(|free| *free != id);
+        lane.borrower
+    }
+
+    /// A link is up; which queued rooms cannot be granted, now that this is known.
+    pub(super) fn link_up(&mut self, id: LinkId, link: Link) -> Vec<(RoomId, Error)> {
+        let identity = link.peer.identity.clone();
+        self.links.insert(id, link);
+        let peer = self.peers.entry(identity.clone()).or_default();
+        peer.connecting = false;
+        peer.link = Some(id);
+        let queue: Vec<RoomId> = peer.queue.iter().copied().collect();
+        self.moved.insert(identity);
+        let refused = queue.into_iter().filter_map(|room| {
+            let waiting = self.waiting.get(&room)?;
+            self.check(&waiting.prefills).err().map(|why| (room, why))
+        });
+        refused.collect()
+    }
+    /// A link cannot be had; which rooms wait for it.
+    pub(super) fn link_failed(&mut self, peer: &Identity) -> Vec<RoomId> {
+        let Some(p) = self.peers.get_mut(peer) else { return Vec::new() };
+        p.connecting = false;
+        let queue = p.queue.iter().copied().collect();
+        self.forget_idle(peer);
+        queue
+    }
+    /// A link is lost; who was at its other end.
+    pub(super) fn link_down(&mut self, id: LinkId) -> Option<WorkerKey> {
+        let peer = self.links.remove(&id)?.peer;
+        if let Some(p) = self.peers.get_mut(&peer.identity)
+            && p.link == Some(id)
+        {
+            p.link = None;
+        }
+        self.forget_idle(&peer.identity);
+        Some(peer)
+    }
+    fn forget_idle(&mut self, peer: &Identity) {
+        let idle = |p: &Peer| p.link.is_none() && !p.connecting && p.queue.is_empty();
+        if self.peers.get(peer).is_some_and(idle) {
+            self.peers.remove(peer);
+        }
+    }
+}
+
+fn stale(asked: &WorkerKey, found: &WorkerKey) -> Error {
+    Error::new(ErrorKind::StaleIncarnation, "the link is to another start of the prefill worker")
+        .with("asked", asked)
+        .with("linked", found)
+        .blamed(Blame::Prefill)
+        .hint(
+            "if the one asked for is the older, refresh the view of the cluster; if it is the \
+             newer, this worker notices within two heartbeats: place the request again",
+        )
+}
+
+/// Workers by name, for a message.
+pub(super) fn names<N: fmt::Display>(workers: impl IntoIterator<Item = N>) -> String {
+    workers.into_iter().map(|w| w.to_string()).collect::<Vec<_>>().join(" ")
+}
