@@ -306,6 +306,9 @@ pub fn sources<L: AsRef<[Layout]>>(destination: &[Layout], ranks: &[L]) -> Resul
     Ok(senders)
 }
 
+/// Layers × heads.
+type Field = (Range<u32>, Range<u32>);
+
 /// Proves that what these ranks send covers every layer and head of a destination exactly once.
 ///
 /// # Errors
@@ -323,8 +326,8 @@ pub fn prove_sources<L: AsRef<[Layout]>>(destination: &[Layout], sources: &[L]) 
         .collect::<Result<Vec<Share>>>()?;
     for (n, pool) in destination.iter().enumerate() {
         let heads = pool.heads();
-        // Rectangles of layers × heads, by what each source has.
-        let rects: Vec<(Range<u32>, Range<u32>)> = sources
+        // Layers × heads, by what each source has.
+        let rects: Vec<Field> = sources
             .iter()
             .zip(&shares)
             .filter_map(|(s, share)| {
@@ -334,7 +337,7 @@ pub fn prove_sources<L: AsRef<[Layout]>>(destination: &[Layout], sources: &[L]) 
             })
             .collect();
         // Between two neighbouring edges nothing changes, so one look at each field is enough.
-        let edges = |all: Range<u32>, of: &dyn Fn(&(Range<u32>, Range<u32>)) -> Range<u32>| {
+        let edges = |all: Range<u32>, of: fn(&Field) -> &Range<u32>| {
             let mut edges: Vec<u32> = rects.iter().flat_map(|r| [of(r).start, of(r).end]).collect();
             edges.extend([all.start, all.end]);
             edges.sort_unstable();
@@ -342,8 +345,8 @@ pub fn prove_sources<L: AsRef<[Layout]>>(destination: &[Layout], sources: &[L]) 
             edges.pop();
             edges
         };
-        for &layer in &edges(layers_of(pool), &|r| r.0.clone()) {
-            for &head in &edges(heads.first..heads.end, &|r| r.1.clone()) {
+        for &layer in &edges(layers_of(pool), |r| &r.0) {
+            for &head in &edges(heads.first..heads.end, |r| &r.1) {
                 let senders =
                     rects.iter().filter(|r| r.0.contains(&layer) && r.1.contains(&head)).count();
                 if senders != 1 {
