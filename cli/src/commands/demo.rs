@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use kvlane_proto::{Error, ErrorKind, Identity, Result, Role};
 use kvlane_transport::quic::{Security, ca};
-use kvlane_transport::random::random;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
@@ -17,6 +16,7 @@ use super::{INTERRUPTED, Interrupt};
 use crate::load::models;
 use crate::load::trace::Requests;
 use crate::memory;
+use crate::scratch::Scratch;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -64,13 +64,13 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     let requests = args.load.requests()?;
     let pool_mib = args.pool_mib.unwrap_or(if args.model == "tiny" { 64 } else { 384 });
     let (prefills, decodes) = args.workers();
-    memory::check_mib(pool_mib.saturating_mul((prefills + decodes) as u64))?;
+    memory::check_mib(pool_mib.saturating_mul((prefills + decodes) as u64), "--pool-mib")?;
 
     let mut interrupt = Interrupt::listen()?;
-    let dir = Scratch::new()?;
-    let ca_dir = dir.0.join("ca");
+    let dir = Scratch::new("demo")?;
+    let ca_dir = dir.path().join("ca");
     ca::create_ca(&ca_dir, CLUSTER)?;
-    let mut cluster = Processes { dir: &dir.0, ca: &ca_dir, children: Vec::new() };
+    let mut cluster = Processes { dir: dir.path(), ca: &ca_dir, children: Vec::new() };
     let end = serve(&args, pool_mib, &mut cluster, requests, &mut interrupt).await;
     // Also after a failure: nobody is left behind.
     let ended = tokio::select! {
@@ -233,28 +233,5 @@ impl Processes<'_> {
                 eprintln!("[{name}] {line}");
             }
         }
-    }
-}
-
-/// A directory that is removed at the end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> Result<Self> {
-        use std::os::unix::fs::DirBuilderExt;
-        let path = std::env::temp_dir().join(format!("kvlane-demo-{:016x}", random()));
-        std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(|e| {
-            Error::new(ErrorKind::Io, "cannot make a scratch directory")
-                .with("path", path.display())
-                .hint("set TMPDIR to a directory that can be written")
-                .caused_by(e)
-        })?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -1,5 +1,6 @@
 //! One file for each command, and what they share: who speaks, and when a process ends.
 
+pub(crate) mod bench;
 pub(crate) mod bootstrap;
 pub(crate) mod ca;
 pub(crate) mod demo;

@@ -164,7 +164,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         .with("blocks", blocks)
         .hint("change --pool-mib"));
     }
-    memory::check_mib(args.pool_mib)?;
+    memory::check_mib(args.pool_mib, "--pool-mib")?;
     if args.service.is_none() {
         tracing::warn!("no --service: nobody will find this worker");
     }
