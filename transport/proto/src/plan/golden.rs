@@ -41,6 +41,15 @@ fn at(address: u64, l: &Layout) -> String {
     format!("layer {}{what} block {block} +{inside}", u64::from(l.first_layer) + slab / slabs)
 }
 
+fn place(l: &Layout) -> String {
+    let (at, heads) = (&l.at, l.heads());
+    let (layers, heads) = (l.first_layer..l.first_layer + l.layers, heads.first..heads.end);
+    format!(
+        "tp {} of {}, pp {} of {}: layers {layers:?}, heads {heads:?}",
+        at.tp.0, at.tp.1, at.pp.0, at.pp.1
+    )
+}
+
 fn text(title: &str, from: &[[Layout; 1]], to: &[[Layout; 1]], span: &Span, skip: u32) -> String {
     let mut out = format!(
         "# {title}\n# {} tokens, {} of them there already; pages of {} to pages of {} tokens\n",
@@ -53,7 +62,7 @@ fn text(title: &str, from: &[[Layout; 1]], to: &[[Layout; 1]], span: &Span, skip
     let map = |l: &Layout| Arc::new(PoolMap::contiguous(Device::Host, 0, l, POOL_BLOCKS));
     for receiver in to {
         let d = &receiver[0];
-        writeln!(out, "\nto {}", d.place()).unwrap();
+        writeln!(out, "\nto {}", place(d)).unwrap();
         for index in sources(receiver, from).unwrap() {
             let s = &from[index][0];
             let share = Arc::new(Share::between(&from[index], receiver).unwrap());
@@ -72,7 +81,7 @@ fn text(title: &str, from: &[[Layout; 1]], to: &[[Layout; 1]], span: &Span, skip
                     writes(&from, &to).collect::<Vec<Write>>()
                 })
                 .collect();
-            writeln!(out, "  from {}", s.place()).unwrap();
+            writeln!(out, "  from {}", place(s)).unwrap();
             writeln!(
                 out,
                 "    parts {parts}, bytes {}, writes {} merged from {}",
