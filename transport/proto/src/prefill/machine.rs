@@ -1067,9 +1067,11 @@ impl<Q> Prefill<Q> {
     /// Releases the source of a room when nobody reads it or will, and ends it when every taker is
     /// over.
     fn settle(&mut self, room: RoomId) {
+        let one = self.broken(Mutant::TakerForgotten);
         let Some(r) = self.rooms.get_mut(&room) else { return };
         let all_came = r.all_came();
-        let quiet = r.claimed().all(|(_, t)| t.phase == Phase::Quiet);
+        let is_quiet = |t: &Taker| t.phase == Phase::Quiet;
+        let quiet = r.claimed().all(|(_, t)| is_quiet(t)) || one && r.claimed().any(|(_, t)| is_quiet(t));
         let takers = r.claimed().count();
         if let Some(leg) = &mut r.leg
             && (all_came || leg.ending.is_some())
