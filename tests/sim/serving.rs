@@ -1318,6 +1318,8 @@ impl World {
             .map(|k| k.3)
             .collect();
         let all = takers.iter().all(|d| done.contains(d));
+        // A leg that takes whoever comes may hear of the other use of its number.
+        let other = !named && self.jobs.iter().filter(|j| j.room == room).count() > 1;
         let kinds = self.kinds(sids);
         match outcome {
             Outcome::Done { .. } => {
@@ -1329,6 +1331,7 @@ impl World {
                 }
                 return;
             }
+            Outcome::Failed { .. } if other => {}
             Outcome::Failed { .. } => {
                 if all {
                     self.fails(Inv::OneOutcome, || format!("prefill says that {room} failed"));
@@ -1355,6 +1358,10 @@ impl World {
         self.drain_link(sid, side);
     }
 
+    fn named(&self, prefill: usize) -> String {
+        format!("prefill={}", self.hosts[prefill].identity)
+    }
+
     /// Looks at what the workers tell each other.
     pub(crate) fn heard(&mut self, sid: usize, side: usize, frame: &PeerFrame) {
         if side == 1 {
@@ -1377,7 +1384,11 @@ impl World {
             if before != done {
                 self.fails(Inv::OneOutcome, || format!("{room}: done {before}, then {done}"));
             }
-            if outcome.why().is_some_and(|w| w.kind == ErrorKind::LeaseExpired) {
+            // Of several sources only one may have lost its lease: the one that is named.
+            let s = &self.sessions[sid];
+            let alone = self.d[s.d].rooms.get(room).is_some_and(|r| r.sources.len() == 1);
+            let means = |why: &Refusal| alone || why.text.contains(&self.named(s.pn));
+            if outcome.why().is_some_and(|w| w.kind == ErrorKind::LeaseExpired && means(w)) {
                 self.lease_over.insert((sid, *grant));
             }
         }
