@@ -127,7 +127,7 @@ async fn a_killed_prefill_costs_its_own_rooms_only() {
             }
             match ended.outcome {
                 HandoffOutcome::Done { .. } => assert!(received.is_done()),
-                HandoffOutcome::Failed { leg, retryable, refusal } => {
+                HandoffOutcome::Failed { leg, retryable, refusal, .. } => {
                     assert!(!received.is_done());
                     assert_eq!((leg, retryable), (Blame::Prefill, true), "{refusal}");
                 }
@@ -194,7 +194,7 @@ async fn a_killed_decode_costs_its_own_rooms_only() {
                 assert!(unknown || early, "{phase}: {sent:?}");
             }
             match &ended.outcome {
-                HandoffOutcome::Failed { leg, retryable, refusal } => {
+                HandoffOutcome::Failed { leg, retryable, refusal, .. } => {
                     assert_eq!((*leg, *retryable), (Blame::Decode, true), "{refusal}");
                 }
                 other => panic!("{phase}: {other:?}"),

@@ -15,6 +15,7 @@ mod network;
 mod pools;
 mod rng;
 mod serving;
+mod shapes;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,12 +28,17 @@ use invariants::{Inv, Violation};
 use kvlane_proto::mutant::Mutant;
 use world::World;
 
-const MUTANTS: [(Mutant, &str); 5] = [
+const MUTANTS: [(Mutant, &str); 10] = [
     (Mutant::NoFence, "NoFence"),
     (Mutant::NoGrantCheck, "NoGrantCheck"),
     (Mutant::CreditTwice, "CreditTwice"),
     (Mutant::PartsCounted, "PartsCounted"),
     (Mutant::NotFinal, "NotFinal"),
+    (Mutant::SourceMissing, "SourceMissing"),
+    (Mutant::LinksMixed, "LinksMixed"),
+    (Mutant::TakerForgotten, "TakerForgotten"),
+    (Mutant::FenceFirstLink, "FenceFirstLink"),
+    (Mutant::ServeWordNotRead, "ServeWordNotRead"),
 ];
 
 fn env(name: &str) -> Option<String> {
@@ -141,6 +147,11 @@ fn every_mutant_is_caught() {
             Mutant::CreditTwice => &[Inv::LaneLentOnce],
             Mutant::PartsCounted => &[Inv::DoneIsComplete],
             Mutant::NotFinal => &[Inv::SentWhenFinal, Inv::SourceKept],
+            Mutant::SourceMissing => &[Inv::DoneIsComplete],
+            Mutant::LinksMixed => &[Inv::DoneIsComplete],
+            Mutant::TakerForgotten => &[Inv::SourceKept],
+            Mutant::FenceFirstLink => &[Inv::LandsInGrant],
+            Mutant::ServeWordNotRead => &[Inv::SourceKept, Inv::DoneIsComplete],
             Mutant::None => &[],
         };
         let caught = (0..SEEDS).find_map(|seed| match judge(seed, mutant) {
