@@ -44,6 +44,8 @@ enum Command {
     /// The receiving process of `bench`, which starts it
     #[command(hide = true)]
     BenchReceiver,
+    /// What one instance would send to another: pairs of ranks, writes, bytes, or why not
+    Plan(commands::plan::Args),
     /// Certificates: make a CA, issue, renew
     #[command(subcommand)]
     Ca(commands::ca::Command),
@@ -66,6 +68,7 @@ fn main() -> ExitCode {
             Command::Replay(args) => commands::replay::run(args).await,
             Command::Bench(args) => commands::bench::run(args).await,
             Command::BenchReceiver => bench::receiver::run(),
+            Command::Plan(args) => commands::plan::run(&args),
             Command::Ca(command) => commands::ca::run(command),
         }
     });
