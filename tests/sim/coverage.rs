@@ -65,6 +65,9 @@ counters! {
     SourceLost = "one of several sources lost", [0, 1, 2];
     Takers = "leg of several takers done", [0, 1, 2];
     TakerFailed = "leg done for some takers only", [];
+    WrongSources = "wrong set of sources refused", [];
+    WrongTakers = "leg with other takers than decodes", [];
+    Thaw = "told that it stood still", [];
     Undone = "reserved at some ranks, undone", [];
     Heads = "ranks with other heads done", [0, 1, 2];
     Stages = "ranks with other layers done", [0, 1, 2];

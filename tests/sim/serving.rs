@@ -212,6 +212,10 @@ impl World {
             all.filter(|a| a.key.identity == stale).for_each(|a| a.key.incarnation.0[0] ^= 1);
             self.cov.hit(C::Stale, 0);
         }
+        let mut takers = takers;
+        if self.rng.per_mille(mischief / 10) {
+            self.misname(&mut sources, &mut takers);
+        }
         let reserves = self.rng.per_mille(800);
         let calm = self.prof.calm;
         let seq = self.by_room.get(&room).map_or(n as u32, |&j| self.jobs[j].seq);
@@ -284,6 +288,29 @@ impl World {
         self.push(at, None, Ev::Job { job: n, act: Act::Over });
         if self.rng.per_mille(500) {
             (0..ds.len()).for_each(|rank| act(self, 200, Act::Await { rank, tries: 0 }));
+        }
+    }
+
+    /// A router that has a wrong idea of who sends to whom.
+    fn misname(&mut self, sources: &mut [Vec<WorkerAddress>], takers: &mut [Vec<usize>]) {
+        let d = self.rng.range(0, self.d.len() as u64 - 1) as usize;
+        let p = self.rng.range(0, self.p.len() as u64 - 1) as usize;
+        let other = self.hosts[self.pnode(p)].address();
+        let list = self.rng.range(0, sources.len() as u64 - 1) as usize;
+        let list = &mut sources[list];
+        match self.rng.range(0, 3) {
+            0 if list.len() > 1 => drop(list.pop()),
+            0 | 1 => list.push(other),
+            n => {
+                let list = self.rng.range(0, takers.len() as u64 - 1) as usize;
+                let list = &mut takers[list];
+                if n == 2 && list.len() > 1 {
+                    list.pop();
+                } else if !list.contains(&d) {
+                    list.push(d);
+                }
+                self.cov.hit(C::WrongTakers, 0);
+            }
         }
     }
 
@@ -679,6 +706,9 @@ impl World {
                     }
                     if let Err(why) = &reply {
                         refused = Some(why.kind);
+                        if why.kind == ErrorKind::Incompatible {
+                            self.cov.hit(C::WrongSources, 0);
+                        }
                     }
                     if let Ok(Reply::Reserved { room, .. }) = &reply {
                         let r = self.d[d].rooms.get(room);

@@ -47,6 +47,7 @@ pub(crate) type PEvent = prefill::Event<Quiet>;
 pub(crate) enum Ev {
     Timer { node: usize, id: u64 },
     Boot { node: usize },
+    Thaw { node: usize },
     Fault(Fault),
     Spawn,
     // Network.
@@ -593,6 +594,7 @@ impl World {
             // Another was set since.
             Ev::Timer { .. } => {}
             Ev::Boot { node } => self.boot(node),
+            Ev::Thaw { node } => self.thaw(node),
             Ev::Fault(f) => self.fault(f),
             Ev::Spawn => self.spawn(),
             Ev::Open { sid } => self.session_opens(sid),
@@ -645,6 +647,22 @@ impl World {
             let p = node - self.d.len();
             self.p[p].m.handle_timeout(now);
             self.drain_prefill(p);
+        }
+    }
+
+    /// A process notices that it stood still, before it does anything else.
+    fn thaw(&mut self, node: usize) {
+        self.cov.hit(C::Thaw, 0);
+        let now = self.local(node);
+        let side = usize::from(node >= self.d.len());
+        for s in self.sessions.iter_mut().filter(|s| s.node(side) == node && s.open[side]) {
+            s.link[side].iter_mut().for_each(|l| l.stood_still(now));
+        }
+        if side == 0 {
+            self.d[node].m.stood_still(now);
+        } else {
+            let p = node - self.d.len();
+            self.p[p].m.stood_still(now);
         }
     }
 
@@ -726,6 +744,9 @@ impl World {
                 let host = &mut self.hosts[node];
                 host.stopped_until = host.stopped_until.max(self.now + ns);
                 host.stood_ns += ns;
+                if self.rng.per_mille(500) {
+                    self.push(self.now + ns, Some(node), Ev::Thaw { node });
+                }
             }
             Fault::Cut { a, b, both, ns } => {
                 self.cov.hit(if both { C::Partition } else { C::OneWay }, 0);
