@@ -180,7 +180,7 @@ struct Engines {
 }
 
 impl Engines {
-    fn new(src: &Arc<Region>, dst: &Arc<Region>) -> Outcome<Self> {
+    fn new(src: &Arc<Region>, dst: &Arc<Region>, checksum: bool) -> Outcome<Self> {
         let job: Arc<Mutex<Option<Job>>> = Arc::default();
         let own: Arc<OnceLock<EngineHandle>> = Arc::default();
         let (said_tx, say) = (channel(), channel());
@@ -215,7 +215,8 @@ impl Engines {
                 }
             }
         };
-        let tx = spawn(Box::new(TcpEngine::new(TcpConfig::default())?), Box::new(on_tx))?;
+        let config = TcpConfig { checksum, ..TcpConfig::default() };
+        let tx = spawn(Box::new(TcpEngine::new(config)?), Box::new(on_tx))?;
         let rx = spawn(Box::new(TcpEngine::new(TcpConfig::default())?), Box::new(on_rx))?;
         own.set(tx.clone()).ok();
         tx.register(src)?;
@@ -316,6 +317,8 @@ struct Bench {
     dst: Arc<Region>,
     raw: Raw,
     engines: Engines,
+    /// The same with checksums.
+    summed: Engines,
     seed: u64,
     reps: usize,
 }
@@ -332,43 +335,60 @@ impl Bench {
         Ok((pages(&self.src, &from)?, pages(&self.dst, &to)?))
     }
 
+    /// Raw rates of `n` pages, one for each size of a call, then the engine's without and with
+    /// checksums. Each is preceded by an equal transfer that does not count: the scheduler spreads
+    /// threads over processors only once it has seen them busy, and 16 MiB are over by then.
+    fn round(&mut self, l: &Layout, n: usize) -> Outcome<Vec<f64>> {
+        let mut took = Vec::new();
+        for call_bytes in RAW_CALL_BYTES {
+            let mut counts = Duration::ZERO;
+            for _ in 0..2 {
+                let (from, to) = self.raw_pages(l, n)?;
+                counts = self.raw.run(from, to, (call_bytes, u64::MAX), Duration::ZERO)?[0];
+            }
+            took.push(counts);
+        }
+        for summed in [false, true] {
+            let mut counts = Duration::ZERO;
+            for _ in 0..2 {
+                let (from, to) = self.plans(l, n, PART_BYTES)?;
+                let engines = if summed { &mut self.summed } else { &mut self.engines };
+                counts = engines.run(&from, to)?;
+            }
+            took.push(counts);
+        }
+        let gb = n as f64 * f64::from(l.page_bytes()) / 1e9;
+        Ok(took.iter().map(|t| gb / t.as_secs_f64()).collect())
+    }
+
     /// Rates of many pages.
     fn rates(&mut self) -> Outcome<()> {
-        println!("| page | pages | raw GB/s (best call size) | engine GB/s | engine / raw |");
-        println!("|---|---|---|---|---|");
+        println!(
+            "| page | pages | raw GB/s (best call size) | engine GB/s | engine / raw | with CRC32C GB/s | with / without |"
+        );
+        println!("|---|---|---|---|---|---|---|");
         for page_bytes in [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20] {
             let l = layout(page_bytes);
             let n = ((POOL_BYTES / u64::from(page_bytes)) as usize).min(4096);
-            let gb = n as f64 * f64::from(page_bytes) / 1e9;
-            let mut raw_rates = vec![Vec::new(); RAW_CALL_BYTES.len()];
-            let mut rates = Vec::new();
             // Small pages make short runs, which other load disturbs more.
             let reps = if page_bytes < 64 << 10 { self.reps * 4 } else { self.reps };
-            for rep in 0..=reps {
-                for (call_bytes, raw_rates) in RAW_CALL_BYTES.into_iter().zip(&mut raw_rates) {
-                    let (from, to) = self.raw_pages(&l, n)?;
-                    let took = self.raw.run(from, to, (call_bytes, u64::MAX), Duration::ZERO)?;
-                    raw_rates.push(gb / took[0].as_secs_f64());
-                }
-                let (from, to) = self.plans(&l, n, PART_BYTES)?;
-                rates.push(gb / self.engines.run(&from, to)?.as_secs_f64());
-                if rep == 0 {
-                    // The first round warms up.
-                    raw_rates.iter_mut().chain([&mut rates]).for_each(Vec::clear);
-                }
-            }
-            let (best, call) = raw_rates
-                .iter_mut()
-                .zip(RAW_CALL_BYTES)
-                .map(|(rates, call)| (quantile(rates, 0.5), call))
+            self.round(&l, n)?;
+            let rounds: Vec<_> = (0..reps).map(|_| self.round(&l, n)).collect::<Outcome<_>>()?;
+            let median = |column: usize| {
+                quantile(&mut rounds.iter().map(|round| round[column]).collect::<Vec<_>>(), 0.5)
+            };
+            let raw = RAW_CALL_BYTES.len();
+            let (best, call) = (0..raw)
+                .map(|column| (median(column), RAW_CALL_BYTES[column]))
                 .max_by(|a, b| a.0.total_cmp(&b.0))
                 .ok_or("no rates")?;
-            let rate = quantile(&mut rates, 0.5);
+            let (rate, summed) = (median(raw), median(raw + 1));
             println!(
-                "| {} KiB | {n} | {best:.2} ({} KiB) | {rate:.2} | {:.2} |",
+                "| {} KiB | {n} | {best:.2} ({} KiB) | {rate:.2} | {:.2} | {summed:.2} | {:.2} |",
                 page_bytes >> 10,
                 call >> 10,
-                rate / best
+                rate / best,
+                summed / rate
             );
         }
         println!();
@@ -415,15 +435,19 @@ fn main() -> Outcome<()> {
     let wanted = |table: &str| args.iter().all(|a| a.parse::<usize>().is_ok() || a == table);
     let (src, dst) = (Region::memfd(POOL_BYTES)?, Region::memfd(POOL_BYTES)?);
     src.memory().fill(0, POOL_BYTES, 1)?;
-    let (raw, engines) = (Raw::new()?, Engines::new(&src, &dst)?);
-    let mut bench = Bench { src, dst, raw, engines, seed: 0x2545_f491_4f6c_dd1d, reps };
+    let (raw, seed) = (Raw::new()?, 0x2545_f491_4f6c_dd1d);
+    let engines = Engines::new(&src, &dst, false)?;
+    let summed = Engines::new(&src, &dst, true)?;
+    let mut bench = Bench { src, dst, raw, engines, summed, seed, reps };
     if wanted("pages") {
         bench.rates()?;
     }
     if wanted("trips") {
         bench.trips()?;
     }
-    bench.engines.tx.stop();
-    bench.engines.rx.stop();
+    for engines in [bench.engines, bench.summed] {
+        engines.tx.stop();
+        engines.rx.stop();
+    }
     Ok(())
 }

@@ -6,6 +6,7 @@
 //! [`mem::Memory`] or in a Rust slice borrowed for the call.
 
 pub mod clock;
+mod crc;
 pub mod mem;
 pub mod net;
 pub mod wait;
