@@ -7,6 +7,7 @@
 
 pub mod clock;
 pub mod copy;
+mod crc;
 pub mod mem;
 pub mod net;
 pub mod wait;
