@@ -669,8 +669,7 @@ impl World {
 
     /// The kinds of some sessions; of none, the first.
     pub(crate) fn kinds(&self, sids: impl IntoIterator<Item = usize>) -> Vec<usize> {
-        let mut kinds: Vec<usize> =
-            sids.into_iter().map(|sid| self.sessions[sid].kind()).collect();
+        let mut kinds: Vec<usize> = sids.into_iter().map(|sid| self.sessions[sid].kind()).collect();
         kinds.sort_unstable();
         kinds.dedup();
         if kinds.is_empty() { vec![Kind::Socket as usize] } else { kinds }

@@ -12,9 +12,9 @@ use kvlane_proto::decode::{CallId, Lend, Output as DOut};
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
 use kvlane_proto::msg::peer::{Offer, Outcome, PeerFrame, PeerMsg};
 use kvlane_proto::msg::service::WorkerAddress;
+use kvlane_proto::plan::Blocks;
 use kvlane_proto::prefill::{Chunk, Output as POut, Takers};
 use kvlane_proto::time::grantor_ms;
-use kvlane_proto::plan::Blocks;
 use kvlane_proto::{
     BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, Layout, LinkId, PartId, Plan, Refusal,
     RoomId, Share, Side, Span,
@@ -956,7 +956,9 @@ impl World {
                 });
                 let want: u64 = each.sum();
                 if *bytes != want {
-                    self.fails(Inv::DoneIsComplete, || format!("{room}: {bytes} bytes, not {want}"));
+                    self.fails(Inv::DoneIsComplete, || {
+                        format!("{room}: {bytes} bytes, not {want}")
+                    });
                 }
                 for &sid in &sids {
                     self.done_with(room, sid, d);

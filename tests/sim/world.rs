@@ -339,8 +339,7 @@ impl World {
             trigger,
             idle_since: None,
         };
-        for (role, instances) in
-            [(Role::Decode, shapes.decodes), (Role::Prefill, shapes.prefills)]
+        for (role, instances) in [(Role::Decode, shapes.decodes), (Role::Prefill, shapes.prefills)]
         {
             for (n, ranks) in instances.into_iter().enumerate() {
                 for (rank, pools) in ranks.into_iter().enumerate() {
