@@ -93,9 +93,9 @@ impl Share {
     /// What the rank with `source` has for the one with `destination`: nothing, if it has none of
     /// its layers or heads, or if another rank with the same heads sends them.
     ///
-    /// Of ranks that have the same heads (MLA latents, or fewer heads than ranks), the one whose
-    /// number among them is the receiver's tensor parallel rank modulo their number sends, so that
-    /// receivers spread over senders.
+    /// Of ranks that have the same heads (MLA latents, or fewer heads than ranks), the one sends that
+    /// stands among its instance's where the receiver stands among its own. So receivers spread over
+    /// senders, and what all ranks have comes from one that has heads for the receiver anyway.
     ///
     /// # Errors
     /// [`ErrorKind::Incompatible`] with every field that differs and both values.
@@ -146,7 +146,10 @@ impl PoolShare {
         let layers = overlap(&layers_of(source), &layers_of(destination));
         let (s, d) = (source.heads(), destination.heads());
         let heads = overlap(&(s.first..s.end), &(d.first..d.end));
-        let sends = destination.at.tp.0 % s.copies == s.copy
+        // The sender's rank that stands where the receiver does among its own.
+        let beside = u64::from(destination.at.tp.0) * u64::from(source.at.tp.1)
+            / u64::from(destination.at.tp.1);
+        let sends = beside % u64::from(s.copies) == u64::from(s.copy)
             && destination.at.cp.0 == source.at.cp.0
             && !layers.is_empty()
             && !heads.is_empty();

@@ -462,14 +462,44 @@ fn rank(tp: (u32, u32), kv_heads: u32, total: u32) -> Layout {
 
 #[test]
 fn of_ranks_with_the_same_heads_each_has_its_receivers() {
+    let all = |tp, heads, total| -> Vec<[Layout; 1]> {
+        (0..tp).map(|t| [rank((t, tp), heads, total)]).collect()
+    };
+    let senders = |from: &[[Layout; 1]], to: &[[Layout; 1]]| -> Vec<Vec<usize>> {
+        to.iter().map(|rank| sources(rank, from).unwrap()).collect()
+    };
     // Two heads on eight ranks, four for each, to four ranks that have one each as well.
-    let ranks: Vec<[Layout; 1]> = (0..8).map(|t| [rank((t, 8), 1, 2)]).collect();
-    let to = |t| sources(&[rank((t, 4), 1, 2)], &ranks).unwrap();
-    assert_eq!([to(0), to(1), to(2), to(3)], [[0], [1], [6], [7]]);
-    // Fewer senders than receivers: nobody sends to all of them.
-    let latents: Vec<[Layout; 1]> = (0..2).map(|t| [rank((t, 2), 1, 1)]).collect();
-    let to = |t| sources(&[rank((t, 4), 1, 1)], &latents).unwrap();
-    assert_eq!([to(0), to(1), to(2), to(3)], [[0], [1], [0], [1]]);
+    assert_eq!(senders(&all(8, 1, 2), &all(4, 1, 2)), [[0], [2], [4], [6]]);
+    assert_eq!(senders(&all(4, 1, 2), &all(8, 1, 2)), [[0], [0], [1], [1], [2], [2], [3], [3]]);
+    // Latents.
+    assert_eq!(senders(&all(2, 1, 1), &all(4, 1, 1)), [[0], [0], [1], [1]]);
+    assert_eq!(senders(&all(3, 1, 1), &all(2, 1, 1)), [[0], [1]]);
+}
+
+#[test]
+fn what_all_ranks_have_comes_from_one_that_sends_anyway() {
+    let rows = |l: &Layout| Layout {
+        kind: KvKind::Rows { rows: 2 },
+        page_tokens: 1,
+        kv_heads: 1,
+        kv_heads_total: 1,
+        ..l.clone()
+    };
+    let all = |tp: u32| -> Vec<[Layout; 2]> {
+        let heads = |t| rank((t, tp), (4 / tp).max(1), 4);
+        (0..tp).map(|t| [heads(t), rows(&heads(t))]).collect()
+    };
+    for (from, to) in [(1, 4), (2, 4), (4, 8), (2, 8), (4, 4), (4, 2), (8, 4), (8, 2), (4, 1)] {
+        for receiver in all(to) {
+            let ranks = all(from);
+            let heads: Vec<[Layout; 1]> = ranks.iter().map(|[heads, _]| [heads.clone()]).collect();
+            assert_eq!(
+                sources(&receiver, &ranks).unwrap(),
+                sources(&receiver[..1], &heads).unwrap(),
+                "{from} to {to}"
+            );
+        }
+    }
 }
 
 #[test]
