@@ -140,8 +140,8 @@ impl Coverage {
                 // Before its link a room has no engine; where the receiver moves the bytes, it
                 // fences in the moment in which the last part is there.
                 for (kind, n) in n.iter().enumerate() {
-                    let applies = (2..=6).contains(&phase)
-                        && (phase != 5 || kind == Kind::OneSided as usize);
+                    let applies =
+                        (2..=6).contains(&phase) && (phase != 5 || kind == Kind::OneSided as usize);
                     if applies && *n == 0 {
                         out.push(format!("{role} crash while {name} ({})", KINDS[kind]));
                     }

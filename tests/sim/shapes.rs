@@ -93,7 +93,12 @@ impl Shapes {
         let more = rng.range(0, 99);
         if more < 16 {
             let window = rng.range(2, 12) as u32;
-            model.push(ModelPool { layers: layers(rng, 2), head_dim: dim(rng), window, ..model[0] });
+            model.push(ModelPool {
+                layers: layers(rng, 2),
+                head_dim: dim(rng),
+                window,
+                ..model[0]
+            });
         }
         if (10..26).contains(&more) {
             let kind = KvKind::Rows { rows: rng.range(1, 3) as u32 };

@@ -30,7 +30,7 @@ use crate::network::Session;
 use crate::pools::{Geometry, Ids, Memory};
 use crate::rng::Rng;
 use crate::serving::{Act, DRoom, Job, PRoom};
-use crate::shapes::{Route, Shapes, TOKENS_MAX};
+use crate::shapes::{Ranks, Route, Shapes, TOKENS_MAX};
 
 /// The engine's proof that a grant is fenced. The forged one belongs to the machine without fence.
 #[derive(Debug)]
@@ -299,7 +299,7 @@ impl World {
             active_ns: rng.ms(1_000, 3_500),
         };
         let nr = rng.range(1, 2) as usize;
-        let count = |of: &[crate::shapes::Ranks]| of.iter().map(Vec::len).sum::<usize>();
+        let count = |of: &[Ranks]| of.iter().map(Vec::len).sum::<usize>();
         let (nd, np) = (count(&shapes.decodes), count(&shapes.prefills));
         let trigger = (!calm && rng.per_mille(350))
             .then(|| (rng.range(0, 2) as usize, rng.range(0, 7) as usize));
@@ -339,8 +339,7 @@ impl World {
             trigger,
             idle_since: None,
         };
-        for (role, instances) in
-            [(Role::Decode, shapes.decodes), (Role::Prefill, shapes.prefills)]
+        for (role, instances) in [(Role::Decode, shapes.decodes), (Role::Prefill, shapes.prefills)]
         {
             for (n, ranks) in instances.into_iter().enumerate() {
                 for (rank, pools) in ranks.into_iter().enumerate() {
@@ -946,7 +945,7 @@ impl World {
 }
 
 /// The ranks of each instance, where all stand in a row.
-fn ranges(instances: &[crate::shapes::Ranks]) -> Vec<Range<usize>> {
+fn ranges(instances: &[Ranks]) -> Vec<Range<usize>> {
     let mut next = 0;
     let each = instances.iter().map(|ranks| {
         next += ranks.len();
