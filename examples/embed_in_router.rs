@@ -8,8 +8,8 @@
 use std::time::Duration;
 
 use kvlane_actors::{
-    AttachRequest, ChunkRequest, DecodeHandle, DecodeWorker, EngineChoice, LendRequest, Pool,
-    PrefillHandle, PrefillWorker, Ready, WorkerConfig,
+    AttachRequest, ChunkRequest, DecodeHandle, DecodeWorker, EngineChoice, LendRequest, Pools,
+    PrefillHandle, PrefillWorker, Ready, Takers, WorkerConfig,
 };
 use kvlane_bootstrap::{Bootstrap, BootstrapConfig};
 use kvlane_coordinator::{Coordinator, CoordinatorConfig, Handoff, PairRequest};
@@ -21,9 +21,9 @@ use kvlane_transport::quic::Security;
 const DEADLINE: Duration = Duration::from_secs(10);
 const TOKENS: u32 = 40;
 
-fn worker(role: Role, service: &str) -> Result<(WorkerConfig, Pool)> {
+fn worker(role: Role, service: &str) -> Result<(WorkerConfig, Pools)> {
     let identity = Identity::new("example", role, "w0", 0)?;
-    let pool = Pool::own(layout(), 32)?;
+    let pool = Pools::own(layout(), 32)?;
     let engine = EngineChoice::Tcp(TcpConfig::default());
     let mut config = WorkerConfig::new(identity, Security::Insecure, pool.clone(), engine);
     config.service = Some(service.into());
@@ -31,14 +31,14 @@ fn worker(role: Role, service: &str) -> Result<(WorkerConfig, Pool)> {
 }
 
 /// What the decode's model server does with its leg.
-async fn decode_leg(decode: &DecodeHandle, pool: &Pool, handoff: &Handoff) -> Result<Outcome> {
+async fn decode_leg(decode: &DecodeHandle, pool: &Pools, handoff: &Handoff) -> Result<Outcome> {
     let blocks = [4, 5, 6];
     let filling = decode
         .lend(LendRequest {
             room: handoff.room,
             span: Span { tokens: TOKENS, prefix_tokens: 0 },
-            blocks: BlockList::from_ids(&blocks),
-            prefill: Some(handoff.prefill.worker.clone()),
+            blocks: vec![BlockList::from_ids(&blocks)],
+            prefills: handoff.decode[0].peers.clone(),
             deadline: DEADLINE,
         })
         .await?;
@@ -52,12 +52,13 @@ async fn decode_leg(decode: &DecodeHandle, pool: &Pool, handoff: &Handoff) -> Re
 }
 
 /// What the prefill's model server does with its leg.
-async fn prefill_leg(prefill: &PrefillHandle, pool: &Pool, handoff: &Handoff) -> Result<Outcome> {
+async fn prefill_leg(prefill: &PrefillHandle, pool: &Pools, handoff: &Handoff) -> Result<Outcome> {
+    let takers = handoff.prefill[0].peers.iter().map(|d| d.key.identity.clone()).collect();
     let sending = prefill
         .attach(AttachRequest {
             room: handoff.room,
             tokens: TOKENS,
-            decode: Some(handoff.decode.worker.key.identity.clone()),
+            takers: Takers::Named(takers),
             issuer: None,
             deadline: DEADLINE,
         })
@@ -66,8 +67,9 @@ async fn prefill_leg(prefill: &PrefillHandle, pool: &Pool, handoff: &Handoff) ->
     write_prompt(pool, &blocks)?;
     sending
         .send(ChunkRequest {
+            pool: 0,
             tokens: 0..TOKENS,
-            layers: 0..pool.layout.layers,
+            layers: 0..pool.layouts[0].layers,
             blocks: BlockList::from_ids(&blocks),
             ready: Ready::Now,
         })
@@ -101,7 +103,7 @@ async fn main() -> Result<()> {
     let handoff = coordinator.reserve(request.clone()).await?;
     println!(
         "router:  room {} from {} to {}",
-        handoff.room, handoff.prefill.worker.key, handoff.decode.worker.key
+        handoff.room, handoff.prefill[0].worker.key, handoff.decode[0].worker.key
     );
     // Both legs at once, each to its model server.
     let (p, d) = tokio::join!(

@@ -1,6 +1,6 @@
 //! What the examples share: a small pool, and bytes that can be recognised in it.
 
-use kvlane_actors::Pool;
+use kvlane_actors::Pools;
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
 use kvlane_proto::{Error, ErrorKind, Layout, Result};
 
@@ -14,6 +14,7 @@ pub fn layout() -> Layout {
         kv_heads_total: 2,
         head_dim: 64,
         dtype: Dtype::Bf16,
+        window_tokens: 0,
         page_tokens: 16,
         order: Order::Nhd,
         kind: KvKind::Split,
@@ -26,18 +27,18 @@ fn mark(slab: usize, prompt_block: usize) -> u8 {
     (1 + slab * 16 + prompt_block) as u8
 }
 
-fn offset(pool: &Pool, slab: usize, block: u32) -> u64 {
-    pool.map.slab_address[slab] - pool.regions[0].address()
-        + u64::from(block) * pool.map.block_stride_bytes
+fn offset(pool: &Pools, slab: usize, block: u32) -> u64 {
+    pool.maps[0].slab_address[slab] - pool.regions[0].address()
+        + u64::from(block) * pool.maps[0].block_stride_bytes
 }
 
 /// What a prefill's GPU would do: writes the pages of a prompt into `blocks`.
 ///
 /// # Errors
 /// If a block is not in the pool.
-pub fn write_prompt(pool: &Pool, blocks: &[u32]) -> Result<()> {
-    let page = pool.layout.page_bytes() as usize;
-    for slab in 0..pool.map.slab_address.len() {
+pub fn write_prompt(pool: &Pools, blocks: &[u32]) -> Result<()> {
+    let page = pool.layouts[0].page_bytes() as usize;
+    for slab in 0..pool.maps[0].slab_address.len() {
         for (i, &block) in blocks.iter().enumerate() {
             let bytes = vec![mark(slab, i); page];
             pool.regions[0]
@@ -53,9 +54,9 @@ pub fn write_prompt(pool: &Pool, blocks: &[u32]) -> Result<()> {
 ///
 /// # Errors
 /// [`ErrorKind::Corrupt`] naming slab and block.
-pub fn check_prompt(pool: &Pool, blocks: &[u32]) -> Result<usize> {
-    let mut page = vec![0; pool.layout.page_bytes() as usize];
-    for slab in 0..pool.map.slab_address.len() {
+pub fn check_prompt(pool: &Pools, blocks: &[u32]) -> Result<usize> {
+    let mut page = vec![0; pool.layouts[0].page_bytes() as usize];
+    for slab in 0..pool.maps[0].slab_address.len() {
         for (i, &block) in blocks.iter().enumerate() {
             let at = offset(pool, slab, block);
             pool.regions[0].memory().read_at(at, &mut page).map_err(outside)?;
@@ -68,7 +69,7 @@ pub fn check_prompt(pool: &Pool, blocks: &[u32]) -> Result<usize> {
             }
         }
     }
-    Ok(pool.map.slab_address.len() * blocks.len())
+    Ok(pool.maps[0].slab_address.len() * blocks.len())
 }
 
 fn outside(e: std::io::Error) -> Error {

@@ -8,8 +8,8 @@
 use std::time::Duration;
 
 use kvlane_actors::{
-    AttachRequest, ChunkRequest, DecodeWorker, EngineChoice, LendRequest, Pool, PrefillWorker,
-    Ready, WorkerConfig,
+    AttachRequest, ChunkRequest, DecodeWorker, EngineChoice, LendRequest, Pools, PrefillWorker,
+    Ready, Takers, WorkerConfig,
 };
 use kvlane_examples::{check_prompt, layout, write_prompt};
 use kvlane_proto::{BlockList, Identity, Result, Role, RoomId, Span};
@@ -18,9 +18,9 @@ use kvlane_transport::quic::Security;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
-fn worker(role: Role) -> Result<(WorkerConfig, Pool)> {
+fn worker(role: Role) -> Result<(WorkerConfig, Pools)> {
     let identity = Identity::new("example", role, "w0", 0)?;
-    let pool = Pool::own(layout(), 32)?;
+    let pool = Pools::own(layout(), 32)?;
     let engine = EngineChoice::Tcp(TcpConfig::default());
     // On one machine, to look at; a cluster has certificates (`kvlane ca`).
     Ok((WorkerConfig::new(identity, Security::Insecure, pool.clone(), engine), pool))
@@ -42,20 +42,27 @@ async fn main() -> Result<()> {
         .lend(LendRequest {
             room,
             span: Span { tokens, prefix_tokens: 0 },
-            blocks: BlockList::from_ids(&to),
-            prefill: Some(prefill.address().clone()),
+            blocks: vec![BlockList::from_ids(&to)],
+            prefills: vec![prefill.address().clone()],
             deadline: DEADLINE,
         })
         .await?;
 
     // Prefill: take the leg, compute, send the layers as they become ready.
     let sending = prefill
-        .attach(AttachRequest { room, tokens, decode: None, issuer: None, deadline: DEADLINE })
+        .attach(AttachRequest {
+            room,
+            tokens,
+            takers: Takers::Any(1),
+            issuer: None,
+            deadline: DEADLINE,
+        })
         .await?;
     write_prompt(&source, &from)?;
-    for layer in 0..source.layout.layers {
+    for layer in 0..source.layouts[0].layers {
         sending
             .send(ChunkRequest {
+                pool: 0,
                 tokens: 0..tokens,
                 layers: layer..layer + 1,
                 blocks: BlockList::from_ids(&from),

@@ -178,7 +178,7 @@ async fn a_room_without_pages_is_done_and_an_early_finish_is_not() {
     let ending = filling.ended().await.unwrap();
     let Outcome::Failed { why, bytes: 0 } = &ending.outcome else { panic!("{ending:?}") };
     assert_eq!(why.kind, ErrorKind::Incomplete);
-    assert_eq!(ending.into_blocks().await.unwrap().[0].len(), 3);
+    assert_eq!(ending.into_blocks().await.unwrap()[0].len(), 3);
     assert!(!sending.ended().await.unwrap().is_done());
 }
 
@@ -250,7 +250,7 @@ async fn aborts_from_either_side_end_both_and_give_back_all_blocks() {
         }
         let ending = filling.ended().await.unwrap();
         assert_eq!(ending.outcome.why().unwrap().kind, ErrorKind::Aborted);
-        assert_eq!(ending.into_blocks().await.unwrap().[0].len(), 4);
+        assert_eq!(ending.into_blocks().await.unwrap()[0].len(), 4);
         sending.released().await.unwrap();
         assert_eq!(sending.ended().await.unwrap().why().unwrap().kind, ErrorKind::Aborted);
     }

@@ -44,7 +44,7 @@ fn client(key: &WorkerKey, service: SocketAddr) -> ServiceClient {
 fn registration(key: &WorkerKey) -> Registration {
     Registration {
         worker: WorkerAddress { key: key.clone(), address: "127.0.0.1:9".into() },
-        layout: Layout {
+        pools: vec![Layout {
             model: "tiny".into(),
             layers: 4,
             first_layer: 0,
@@ -53,10 +53,11 @@ fn registration(key: &WorkerKey) -> Registration {
             head_dim: 8,
             dtype: Dtype::Bf16,
             page_tokens: 4,
+            window_tokens: 0,
             order: Order::Nhd,
             kind: KvKind::Split,
             at: Coordinates::SINGLE,
-        },
+        }],
         pool_blocks: 8,
         engines: vec!["tcp".into()],
         serving: String::new(),
@@ -87,7 +88,7 @@ async fn a_worker_registers_is_seen_and_expires_when_it_falls_silent() {
 
     prefill.register(registration(&p)).await.unwrap();
     let mut other = registration(&d);
-    other.layout.dtype = Dtype::Fp8E5m2;
+    other.pools[0].dtype = Dtype::Fp8E5m2;
     let answer = decode.register(other).await.unwrap();
     assert!(answer.fits.is_empty());
     assert_eq!(answer.differs[0].0, p.identity);

@@ -3,11 +3,14 @@
 //! `demo` starts a whole cluster of processes on this machine and replays requests through it;
 //! `bootstrap`, `worker` and `replay` are its parts; `ca` makes certificates. [`load`] says what is
 //! replayed and what each byte must be, [`standin`] stands in for model servers, [`report`] counts.
+//! [`mod@bench`] measures engines by themselves.
 
+mod bench;
 mod commands;
 mod load;
 mod memory;
 mod report;
+mod scratch;
 mod standin;
 
 use std::process::ExitCode;
@@ -36,6 +39,13 @@ enum Command {
     Worker(Box<commands::worker::Args>),
     /// A router that replays requests through a running cluster
     Replay(commands::replay::Args),
+    /// What an engine reaches on this machine, and what the machine itself does
+    Bench(commands::bench::Args),
+    /// The receiving process of `bench`, which starts it
+    #[command(hide = true)]
+    BenchReceiver,
+    /// What one instance would send to another: pairs of ranks, writes, bytes, or why not
+    Plan(commands::plan::Args),
     /// Certificates: make a CA, issue, renew
     #[command(subcommand)]
     Ca(commands::ca::Command),
@@ -43,7 +53,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    log(matches!(cli.command, Command::Demo(_) | Command::Replay(_) | Command::Ca(_)));
+    log(!matches!(cli.command, Command::Bootstrap(_) | Command::Worker(_)));
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(e) => {
@@ -56,6 +66,9 @@ fn main() -> ExitCode {
             Command::Bootstrap(args) => commands::bootstrap::run(args).await,
             Command::Worker(args) => commands::worker::run(*args).await,
             Command::Replay(args) => commands::replay::run(args).await,
+            Command::Bench(args) => commands::bench::run(args).await,
+            Command::BenchReceiver => bench::receiver::run(),
+            Command::Plan(args) => commands::plan::run(&args),
             Command::Ca(command) => commands::ca::run(command),
         }
     });

@@ -3,25 +3,33 @@
 
 use kvlane_proto::{Error, ErrorKind, Result};
 
-/// Refuses pools that are larger than what this machine, or this container, has left.
+/// Refuses pools that are larger than what this machine, or this container, has left; `smaller`
+/// says which flags make them smaller.
 ///
 /// # Errors
 /// [`ErrorKind::Config`] with what was asked and what is available.
-pub(crate) fn check_mib(asked_mib: u64) -> Result<()> {
+pub(crate) fn check_mib(asked_mib: u64, smaller: &str) -> Result<()> {
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
     let free = available_mib(&read("/proc/meminfo"));
     let limit = limit_mib(&read("/sys/fs/cgroup/memory.max"));
-    check(asked_mib, free, limit)
+    check(asked_mib, free, limit, smaller)
 }
 
-fn check(asked_mib: u64, free_mib: Option<u64>, limit_mib: Option<u64>) -> Result<()> {
+fn check(
+    asked_mib: u64,
+    free_mib: Option<u64>,
+    limit_mib: Option<u64>,
+    smaller: &str,
+) -> Result<()> {
     // Where the system does not say, there is nothing to compare with.
     match free_mib.into_iter().chain(limit_mib).min() {
         Some(available_mib) if asked_mib > available_mib => {
             Err(Error::new(ErrorKind::Config, "there is not enough memory for the pools")
                 .with("asked_mib", asked_mib)
                 .with("available_mib", available_mib)
-                .hint("give a smaller --pool-mib, or free memory or raise the container's limit"))
+                .hint(format!(
+                    "give a smaller {smaller}, or free memory or raise the container's limit"
+                )))
         }
         _ => Ok(()),
     }
@@ -53,11 +61,13 @@ mod tests {
 
     #[test]
     fn the_smaller_of_both_is_the_limit() {
-        assert!(check(1024, Some(2048), Some(1024)).is_ok());
-        assert!(check(u64::MAX, None, None).is_ok());
-        let e = check(1025, Some(2048), Some(1024)).unwrap_err().to_string();
+        let flag = "--pool-mib";
+        assert!(check(1024, Some(2048), Some(1024), flag).is_ok());
+        assert!(check(u64::MAX, None, None, flag).is_ok());
+        let e = check(1025, Some(2048), Some(1024), flag).unwrap_err().to_string();
         assert!(e.starts_with("config: "), "{e}");
-        assert!(e.contains("asked_mib=1025, available_mib=1024") && e.contains("fix: "), "{e}");
-        assert!(check(2049, Some(2048), None).is_err());
+        assert!(e.contains("asked_mib=1025, available_mib=1024"), "{e}");
+        assert!(e.contains("fix: give a smaller --pool-mib, or"), "{e}");
+        assert!(check(2049, Some(2048), None, flag).is_err());
     }
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use kvlane_proto::lease::{Event, Holder, LeaseConfig, Output};
 use kvlane_proto::msg::call::Call;
-use kvlane_proto::{Blame, Error, ErrorKind, Refusal, Result, limits};
+use kvlane_proto::msg::service::WorkerAddress;
+use kvlane_proto::{Blame, Error, ErrorKind, Refusal, Result, RoomId, limits};
 use kvlane_transport::clock;
 use kvlane_transport::random::random;
 use kvlane_transport::rpc::Failure;
@@ -18,7 +19,7 @@ use crate::handoff::AbortOrder;
 use crate::view::Follower;
 use crate::{CoordinatorConfig, Shared, Workers, lock};
 
-/// Aborts that are being told at a time.
+/// Another order is taken while fewer workers than this are being told.
 const ABORTS_AT_A_TIME: usize = 64;
 
 /// How far a coordinator has come.
@@ -170,15 +171,22 @@ pub(crate) async fn tell_aborts(
             order = orders.recv(), if telling.len() < ABORTS_AT_A_TIME => order,
             Some(_) = telling.join_next(), if !telling.is_empty() => continue,
         };
-        let Some(order) = order else { break };
-        let workers = Arc::clone(&workers);
-        telling.spawn(async move { tell(&workers, order, call, tries).await });
+        let Some(AbortOrder { room, workers: told, reason }) = order else { break };
+        for worker in told {
+            let (workers, reason) = (Arc::clone(&workers), reason.clone());
+            telling.spawn(async move { tell(&workers, (room, worker), reason, call, tries).await });
+        }
     }
     while telling.join_next().await.is_some() {}
 }
 
-async fn tell(workers: &Workers, order: AbortOrder, call: Duration, tries: u32) {
-    let AbortOrder { room, worker, reason } = order;
+async fn tell(
+    workers: &Workers,
+    (room, worker): (RoomId, WorkerAddress),
+    reason: String,
+    call: Duration,
+    tries: u32,
+) {
     for _ in 0..tries {
         let ask = Call::Abort { room, reason: reason.clone() };
         match workers.client(&worker).ask(ask, call).await {

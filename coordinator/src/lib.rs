@@ -17,8 +17,11 @@
 //! let coordinator = Coordinator::connect(cfg).await?;
 //!
 //! let handoff = coordinator.reserve(PairRequest::new(4096)).await?;
-//! // Send both legs: `handoff.prefill.serving`, `handoff.decode.serving`, `handoff.room`. If that
-//! // fails, drop the hand-off, or abort it with a reason.
+//! // Send the legs of every rank, with the room. If that fails, drop the hand-off, or abort it with
+//! // a reason.
+//! for leg in handoff.prefill.iter().chain(&handoff.decode) {
+//!     println!("to {}: room {} with {:?}", leg.serving, handoff.room, leg.peers);
+//! }
 //! let room = handoff.detach();
 //! match coordinator.await_outcome(room, Duration::from_secs(60)).await {
 //!     HandoffOutcome::Done { bytes } => println!("{bytes} bytes"),
@@ -27,32 +30,39 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Invariants: a room number is made only under a live lease, and never twice; only pairs whose
-//! layouts fit are dispatched; one idempotency key has one room while that room may live; a room
-//! that was asked for and not handed out, or handed out and dropped, is aborted at both legs.
+//! Hand-offs are between *instances*: model servers with all their ranks. A room is charged at
+//! every decode rank, or at none; it is done when it is done at each, and failed when it has failed
+//! at one.
+//!
+//! Invariants: a room number is made only under a live lease, and never twice; only pairs of
+//! complete instances are dispatched of which the prefill's ranks have all that each decode rank
+//! needs; one idempotency key has one room while that room may live; a room that was asked for and
+//! not handed out, or handed out and dropped, is aborted at every rank that may know of it.
 
+mod ask;
+mod each;
 mod handoff;
+mod instance;
 mod issuer;
 mod keeper;
 mod view;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvlane_proto::ended::Memory;
-use kvlane_proto::msg::call::{Call, Reply, Reserve};
 use kvlane_proto::msg::service::WorkerAddress;
 use kvlane_proto::{
-    Blame, Error, ErrorKind, IdempotencyKey, Identity, Incarnation, Refusal, Result, Retry, Role,
-    RoomId, WorkerKey, limits,
+    Blame, Error, ErrorKind, IdempotencyKey, Identity, Incarnation, Result, Retry, Role, RoomId,
+    WorkerKey, limits,
 };
 use kvlane_transport::clock;
 use kvlane_transport::quic::{Endpoint, EndpointConfig, Security};
 use kvlane_transport::random::fill_random;
-use kvlane_transport::rpc::{CallExchange, Client, Failure, Target};
+use kvlane_transport::rpc::{CallExchange, Client, Target};
 use kvlane_transport::service_client::ServiceClient;
 use kvlane_transport::wire::message::DURATION_MS_MAX;
 use tokio::sync::{Notify, mpsc, watch};
@@ -61,8 +71,10 @@ use tokio::time::{Instant, timeout_at};
 
 use handoff::{AbortOrder, Guard, Room};
 pub use handoff::{Handoff, HandoffOutcome, Leg};
+use instance::Rank;
+pub use instance::{Instance, SHAPES_MAX};
 use issuer::Issuer;
-use view::{Candidates, Recent};
+use view::{Avoid, Candidates, Pair, Recent};
 pub use view::{ClusterView, Member, PairScore};
 
 /// Rooms that one coordinator remembers.
@@ -119,14 +131,14 @@ pub struct PairRequest {
     /// Makes a repeated request the same request: it gets the same room while that may live, and
     /// `room_ended` after. Two hand-offs of one room abort it only when both are dropped.
     pub key: Option<IdempotencyKey>,
-    /// Only this prefill worker.
+    /// Only the prefill instance that this worker is of.
     pub prefill: Option<Identity>,
-    /// Only this decode worker.
+    /// Only the decode instance that this worker is of.
     pub decode: Option<Identity>,
     /// The room is congruent to the first modulo the second, for servers that pick their
-    /// data-parallel rank by it; the prefill worker's own place if not given.
+    /// data-parallel rank by it; the prefill instance's own place if not given.
     pub dp: Option<(u32, u32)>,
-    /// Wait at most this long in the best decode worker's queue, if none takes it at once.
+    /// Wait at most this long in the best decode instance's queues, if none takes it at once.
     pub wait: Duration,
     /// The room ends by then.
     pub deadline: Duration,
@@ -271,15 +283,17 @@ impl Coordinator {
         self.shared.view.subscribe()
     }
 
-    /// What a pair is worth, as far as the snapshot knows.
+    /// What the pair of instances of two workers is worth, as far as the snapshot knows.
     pub fn pair_score(&self, prefill: &Identity, decode: &Identity) -> PairScore {
         self.snapshot().pair_score(prefill, decode)
     }
 
-    /// Reserves a room at the least loaded decode worker that has a prefill worker that fits.
+    /// Reserves a room at every rank of the least loaded decode instance that has a prefill
+    /// instance that fits.
     ///
-    /// A lost reply is asked for again with the same key. Refused by one worker, the request goes
-    /// to the next; refused by all, it may wait in the best one's queue.
+    /// A lost reply is asked for again with the same key. Refused by one rank, the room is aborted
+    /// at those that took it, and the request goes to the next instance; refused by all, it may
+    /// wait in the best one's queues.
     ///
     /// # Errors
     /// With every candidate considered and its reason. The kind says what would help:
@@ -350,16 +364,8 @@ impl Coordinator {
         room: Arc<Room>,
     ) -> Result<Handoff> {
         let guard = Guard::new(room);
-        let view = self.snapshot();
-        let leg = |worker: &WorkerAddress| {
-            let member = view.worker(&worker.key.identity).filter(|m| *m.key() == worker.key);
-            let serving = member.map(|m| m.view.registration.serving.clone()).unwrap_or_default();
-            Leg { worker: worker.clone(), serving }
-        };
-        let (prefill, decode) = (leg(&guard.room.prefill), leg(&guard.room.decode));
         let unclaimed_ms = self.shared.ask_reserve(&guard.room, key, due, request.wait).await?;
-        guard.room.hand_out();
-        Ok(Handoff { room: guard.room.id, prefill, decode, unclaimed_ms, guard })
+        Ok(Handoff::new(guard, unclaimed_ms))
     }
 
     async fn place(
@@ -370,8 +376,7 @@ impl Coordinator {
     ) -> Result<Handoff> {
         let shared = &*self.shared;
         let turn = shared.turn.fetch_add(1, Ordering::Relaxed);
-        // Prefill workers that turned out to be gone; the view may learn it later.
-        let mut gone = BTreeSet::new();
+        let mut gone = Avoid::new();
         let mut candidates = self.candidates(request, &gone, turn);
         let mut refreshed = false;
         loop {
@@ -380,13 +385,13 @@ impl Coordinator {
             let mut busiest = None;
             let mut stale = false;
             let known_gone = gone.len();
-            for (prefill, decode) in &pairs {
-                if gone.contains(&prefill.key().identity) {
+            for pair in &pairs {
+                if gone.contains_key(pair.prefill.lead()) {
                     continue;
                 }
-                let room = shared.new_room(request, (prefill, decode))?;
+                let room = shared.new_room(request, pair)?;
                 *pinned = Some(Arc::clone(&room));
-                match shared.try_pair(room, (key, due), (prefill, decode), Duration::ZERO).await {
+                match shared.try_pair(room, (key, due), Duration::ZERO).await {
                     Ok(handoff) => return Ok(handoff),
                     Err(e) => {
                         stale |= matches!(
@@ -394,43 +399,43 @@ impl Coordinator {
                             ErrorKind::StaleIncarnation | ErrorKind::IdentityMismatch
                         );
                         if e.kind() == ErrorKind::Busy {
-                            busiest.get_or_insert((prefill, decode));
+                            busiest.get_or_insert(pair);
                         }
                         if is_gone(&e) {
-                            gone.insert(prefill.key().identity.clone());
+                            gone.insert(pair.prefill.lead().clone(), pair.prefill.label());
                         }
                         // The request itself is wrong: nobody else will take it.
                         if e.retry() == Retry::Never {
-                            return Err(e.with("asked", decode.key()));
+                            return Err(e.with("asked", pair.decode.label()));
                         }
-                        candidates.refuse(e.kind(), format!("{}: {e}", decode.key()));
+                        candidates.refuse(e.kind(), format!("{}: {e}", pair.decode.label()));
                     }
                 }
             }
-            let waits = busiest.filter(|(p, _)| !gone.contains(&p.key().identity));
-            if let Some((prefill, decode)) = waits
+            let waits = busiest.filter(|pair| !gone.contains_key(pair.prefill.lead()));
+            if let Some(pair) = waits
                 && !request.wait.is_zero()
             {
-                let room = shared.new_room(request, (prefill, decode))?;
+                let room = shared.new_room(request, pair)?;
                 *pinned = Some(Arc::clone(&room));
-                let queue = shared.try_pair(room, (key, due), (prefill, decode), request.wait);
+                let queue = shared.try_pair(room, (key, due), request.wait);
                 // Its place in the queue is given up when the prefill turns out to be dead.
                 let result = tokio::select! {
                     biased;
                     result = queue => result,
-                    () = shared.suspects(prefill.key()) => Err(suspected(prefill.key())),
+                    dead = shared.suspects(pair.prefill.who()) => Err(suspected(&dead)),
                 };
                 match result {
                     Ok(handoff) => return Ok(handoff),
                     Err(e) => {
                         if is_gone(&e) {
-                            gone.insert(prefill.key().identity.clone());
+                            gone.insert(pair.prefill.lead().clone(), pair.prefill.label());
                         }
-                        candidates.refuse_again(decode.key(), &e);
+                        candidates.refuse_again(&pair.decode, &e);
                     }
                 }
             }
-            // With another prefill, the same decode workers may take it.
+            // With another prefill, the same decode instances may take it.
             if gone.len() > known_gone && Instant::now() < due {
                 let again = self.candidates(request, &gone, turn);
                 if !again.pairs.is_empty() {
@@ -454,12 +459,7 @@ impl Coordinator {
         }
     }
 
-    fn candidates(
-        &self,
-        request: &PairRequest,
-        avoid: &BTreeSet<Identity>,
-        turn: usize,
-    ) -> Candidates {
+    fn candidates(&self, request: &PairRequest, avoid: &Avoid, turn: usize) -> Candidates {
         let mut recent = lock(&self.shared.recent);
         recent.expire(clock::now());
         let (prefill, decode) = (request.prefill.as_ref(), request.decode.as_ref());
@@ -468,8 +468,10 @@ impl Coordinator {
 
     /// Waits for a room's end, at most so long.
     ///
-    /// The decode worker decides how a room ended, so it is asked. A decode worker that has
-    /// restarted or whose lease is over has taken its rooms with it: that is a failure of its leg.
+    /// The decode ranks decide how a room ended, so all of them are asked. It is done when it is
+    /// done at each; when it has failed at one, it is aborted everywhere else. A decode worker that
+    /// has restarted or whose lease is over has taken its rooms with it: that is a failure of its
+    /// leg. Once it has ended, the answer stays the same.
     pub async fn await_outcome(&self, room: RoomId, wait: Duration) -> HandoffOutcome {
         let shared = &*self.shared;
         let known = lock(&shared.rooms).get(&room).cloned();
@@ -478,47 +480,18 @@ impl Coordinator {
                 .with("room", room);
             return HandoffOutcome::Unknown { refusal: e.to_refusal() };
         };
-        let due = Instant::now() + wait.min(Duration::from_secs(24 * 3600));
-        let mut last: Option<Error> = None;
-        loop {
-            let left = due.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return match last {
-                    None => HandoffOutcome::Running,
-                    Some(e) => HandoffOutcome::Unknown { refusal: e.to_refusal() },
-                };
-            }
-            // Short rounds, so that a worker that hangs is noticed while its lease runs out.
-            let round = left.min(Duration::from_millis(limits::WORKER_LEASE_MS));
-            let call = Call::Await { room, wait_ms: ms(round) };
-            let patience = round + Duration::from_millis(shared.cfg.call_ms);
-            match shared.workers.client(&known.decode).ask(call, patience).await {
-                Ok(Reply::Ended(outcome)) => {
-                    known.end();
-                    return outcome.into();
-                }
-                Ok(Reply::Running) => last = None,
-                Ok(_) => last = Some(odd_reply(&known.decode, "await")),
-                Err(Failure::Refused(e)) => {
-                    return HandoffOutcome::Unknown { refusal: e.to_refusal() };
-                }
-                Err(Failure::Unsent(e) | Failure::Lost(e)) => {
-                    let restarted = e.kind() == ErrorKind::StaleIncarnation;
-                    if restarted || !shared.view.borrow().is_alive(&known.decode.key) {
-                        known.end();
-                        return gone(&known.decode, &e);
-                    }
-                    last = Some(e);
-                    let pause = Duration::from_millis(limits::RESEND_MS);
-                    tokio::time::sleep_until(due.min(Instant::now() + pause)).await;
-                }
+        match known.outcome() {
+            Some(outcome) => outcome,
+            None => {
+                let due = Instant::now() + wait.min(Duration::from_secs(24 * 3600));
+                shared.ask_outcome(&known, due).await
             }
         }
     }
 
-    /// Aborts a hand-off at both legs. Never waits; repeating it does nothing.
+    /// Aborts a hand-off at every rank of both legs. Never waits; repeating it does nothing.
     pub fn abort(&self, handoff: &Handoff, reason: &str) {
-        handoff.guard.room.abort(reason);
+        handoff.abort(reason);
     }
 
     /// Aborts a room of this router, detached or not. Returns whether there was anything to abort:
@@ -542,15 +515,22 @@ fn suspected(prefill: &WorkerKey) -> Error {
 }
 
 impl Shared {
-    /// Waits until the view holds a worker for dead.
-    async fn suspects(&self, key: &WorkerKey) {
+    /// Waits until the view holds one of these for dead.
+    async fn suspects(&self, ranks: &[Rank]) -> WorkerKey {
         let mut views = self.view.subscribe();
-        let dead = |view: &Arc<ClusterView>| {
-            view.worker(&key.identity)
-                .is_none_or(|m| m.key() != key || !m.view.alive || m.view.suspected)
-        };
-        if views.wait_for(dead).await.is_err() {
-            std::future::pending::<()>().await;
+        let mut dead = None;
+        let looked = views.wait_for(|view| {
+            let gone = |key: &WorkerKey| {
+                view.worker(&key.identity)
+                    .is_none_or(|m| m.key() != key || !m.view.alive || m.view.suspected)
+            };
+            dead = ranks.iter().map(|r| &r.worker.key).find(|key| gone(key)).cloned();
+            dead.is_some()
+        });
+        let ended = looked.await.is_err();
+        match dead.filter(|_| !ended) {
+            Some(key) => key,
+            None => std::future::pending().await,
         }
     }
 
@@ -585,17 +565,18 @@ impl Shared {
         pinned: Option<&Arc<Room>>,
     ) -> Result<Option<Arc<Room>>> {
         let Some(room) = pinned else { return Ok(None) };
-        let is = |asked: &Option<Identity>, worker: &WorkerAddress| {
-            asked.as_ref().is_none_or(|a| *a == worker.key.identity)
+        let is = |asked: &Option<Identity>, ranks: &[Rank]| {
+            asked.as_ref().is_none_or(|a| ranks.iter().any(|r| *a == r.worker.key.identity))
         };
-        let over = room.is_over() || !self.view.borrow().is_alive(&room.decode.key);
+        let lives = |view: &ClusterView| room.decode.iter().all(|r| view.is_alive(&r.worker.key));
+        let over = room.is_over() || !lives(&self.view.borrow());
         if over && !room.was_handed_out() {
             return Ok(None);
         }
         let refused = |kind, what: &str| {
             Error::new(kind, what)
                 .with("room", room.id)
-                .with("decode", &room.decode.key)
+                .with("decode", &room.decode[0].worker.key)
                 .hint("use a key of its own for every new hand-off")
         };
         if over {
@@ -610,15 +591,10 @@ impl Shared {
         Ok(Some(Arc::clone(room)))
     }
 
-    fn new_room(
-        &self,
-        request: &PairRequest,
-        (prefill, decode): (&Member, &Member),
-    ) -> Result<Arc<Room>> {
-        let dp = request.dp.unwrap_or(prefill.view.registration.layout.at.dp);
+    fn new_room(&self, request: &PairRequest, pair: &Pair) -> Result<Arc<Room>> {
+        let dp = request.dp.unwrap_or(pair.prefill.dp());
         let id = self.issuer.issue(clock::now(), dp)?;
-        let (p, d) = (prefill.address().clone(), decode.address().clone());
-        let room = Room::new(id, request.tokens, p, d, self.aborts.clone());
+        let room = Room::new(id, request.tokens, pair, self.aborts.clone());
         lock(&self.rooms).insert(id, Arc::clone(&room));
         Ok(room)
     }
@@ -627,74 +603,19 @@ impl Shared {
         &self,
         room: Arc<Room>,
         (key, due): (IdempotencyKey, Instant),
-        (prefill, decode): (&Member, &Member),
         wait: Duration,
     ) -> Result<Handoff> {
         // From here on the room may exist: if nobody takes it, it is aborted.
         let guard = Guard::new(room);
-        let unclaimed_ms = self.ask_reserve(&guard.room, key, due, wait).await?;
-        guard.room.hand_out();
+        let room = &guard.room;
+        let unclaimed_ms = self.ask_reserve(room, key, due, wait).await?;
         let now = clock::now();
         let mut recent = lock(&self.recent);
-        for worker in [prefill, decode] {
-            recent.add(now, &worker.key().identity);
+        for rank in room.prefill.iter().chain(&*room.decode) {
+            recent.add(now, &rank.worker.key.identity);
         }
-        Ok(Handoff {
-            room: guard.room.id,
-            prefill: Leg::from(&prefill.view.registration),
-            decode: Leg::from(&decode.view.registration),
-            unclaimed_ms,
-            guard,
-        })
-    }
-
-    /// Asks the decode worker, again with the same key while replies are lost.
-    async fn ask_reserve(
-        &self,
-        room: &Room,
-        key: IdempotencyKey,
-        due: Instant,
-        wait: Duration,
-    ) -> Result<u64> {
-        let left = due.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            room.end();
-            return Err(Error::new(ErrorKind::DeadlineExceeded, "no time is left for the room"));
-        }
-        let wait = wait.min(left);
-        let reserve = Reserve {
-            key: wire_key(key, room.id),
-            room: room.id,
-            tokens: room.tokens,
-            prefill: room.prefill.clone(),
-            wait_ms: ms(wait),
-            deadline_ms: ms(left),
-        };
-        let client = self.workers.client(&room.decode);
-        let patience = left.min(wait + Duration::from_millis(self.cfg.call_ms));
-        let mut lost = false;
-        for tries in 1.. {
-            let failure = match client.ask(Call::Reserve(reserve.clone()), patience).await {
-                Ok(Reply::Reserved { room: named, unclaimed_ms }) if named == room.id => {
-                    return Ok(unclaimed_ms);
-                }
-                Ok(_) => return Err(odd_reply(&room.decode, "reserve")),
-                Err(failure) => failure,
-            };
-            lost |= matches!(failure, Failure::Lost(_));
-            let refused = matches!(failure, Failure::Refused(_));
-            if lost && !refused && tries < self.cfg.call_tries && Instant::now() < due {
-                metrics::counter!("kvlane_coordinator_repeats_total").increment(1);
-                tracing::debug!(room = %room.id, error = %failure, "reply lost, asking again");
-                continue;
-            }
-            if refused || !lost {
-                // It left no trace, so there is nothing to abort.
-                room.end();
-            }
-            return Err(Error::from(failure).with("room", room.id).with("tries", tries));
-        }
-        Err(odd_reply(&room.decode, "reserve"))
+        drop(recent);
+        Ok(Handoff::new(guard, unclaimed_ms))
     }
 
     /// Asks for a newer snapshot and waits for it a moment.
@@ -704,32 +625,6 @@ impl Shared {
         let wait = Duration::from_millis(self.cfg.call_ms);
         tokio::time::timeout(wait, views.changed()).await.is_ok_and(|r| r.is_ok())
     }
-}
-
-/// The key as a worker sees it. A worker that still remembers an earlier room of the caller's key
-/// (one that was given up) must not answer with that room.
-fn wire_key(IdempotencyKey(mut key): IdempotencyKey, room: RoomId) -> IdempotencyKey {
-    for (k, r) in key.iter_mut().zip(room.0.to_le_bytes()) {
-        *k ^= r;
-    }
-    IdempotencyKey(key)
-}
-
-fn odd_reply(worker: &WorkerAddress, asked: &'static str) -> Error {
-    Error::new(ErrorKind::Malformed, "the worker answered another question")
-        .blamed(Blame::Decode)
-        .with("worker", &worker.key)
-        .with("asked", asked)
-}
-
-fn gone(worker: &WorkerAddress, e: &Error) -> HandoffOutcome {
-    let why: Refusal = Error::new(ErrorKind::PeerLost, "the decode worker is gone, and its rooms")
-        .blamed(Blame::Decode)
-        .with("worker", &worker.key)
-        .with("found", e)
-        .hint("try the request again with another pair")
-        .to_refusal();
-    HandoffOutcome::failed(why)
 }
 
 impl std::fmt::Debug for Coordinator {

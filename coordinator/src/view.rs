@@ -2,15 +2,21 @@
 //!
 //! A [`ClusterView`] is a snapshot: it never changes, and it is a hint. The decode worker alone
 //! decides. In: pages of the registry. Out: snapshots, scores, and an order of candidates with a
-//! reason for each one that is left out.
+//! reason for each one that is left out. A candidate is a pair of instances, each with all its
+//! ranks; what fits is known with the snapshot ([`crate::instance`]).
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use kvlane_proto::layout::{Coordinates, Difference};
+use kvlane_proto::layout::Difference;
 use kvlane_proto::msg::service::{Cursor, Load, WorkerAddress, WorkerView};
-use kvlane_proto::{Error, ErrorKind, Identity, Layout, Role, Time, WorkerKey, limits};
+use kvlane_proto::{Error, ErrorKind, Identity, Role, Time, WorkerKey, limits};
 use kvlane_transport::service_client::Page;
+
+use crate::instance::{Fits, Instance, Routes, Shapes, fit};
+
+/// Prefill instances that turned out to be gone (the view may learn it later), by their first rank.
+pub(crate) type Avoid = BTreeMap<Identity, String>;
 
 /// Pairs that one request tries.
 const CANDIDATES_MAX: usize = 8;
@@ -54,12 +60,15 @@ impl Recent {
     }
 }
 
+/// How good a choice is: whether it is suspected, then what waits, runs and is taken.
+pub(crate) type Cost = (bool, u32, u32, u32);
+
 /// A worker of a snapshot.
 #[derive(Clone, Debug)]
 pub struct Member {
     /// What the registry says.
     pub view: WorkerView,
-    /// Members of one class have layouts that fit.
+    /// Members of one class have the same pools and engines.
     class: u32,
 }
 
@@ -72,20 +81,11 @@ impl Member {
     pub fn address(&self) -> &WorkerAddress {
         &self.view.registration.worker
     }
-    /// Why it takes no new rooms, if so.
-    fn why_not(&self) -> Option<(ErrorKind, String)> {
-        let who = self.key();
-        if !self.view.alive {
-            return Some((ErrorKind::LeaseExpired, format!("{who}: its lease has ended")));
-        }
-        self.view.load.draining.then(|| (ErrorKind::Draining, format!("{who}: it drains")))
-    }
-    fn shares_engine(&self, other: &Member) -> bool {
-        let theirs = &other.view.registration.engines;
-        self.view.registration.engines.iter().any(|e| theirs.contains(e))
+    pub(crate) fn class(&self) -> u32 {
+        self.class
     }
     /// Smaller is better.
-    fn cost(&self, recent: &Recent) -> (bool, u32, u32, u32) {
+    pub(crate) fn cost(&self, recent: &Recent) -> Cost {
         let Load { rooms, queued, free_lanes, .. } = self.view.load;
         let own = recent.rooms(&self.key().identity);
         (self.view.suspected, queued, rooms.saturating_add(own), u32::MAX - free_lanes)
@@ -96,20 +96,22 @@ impl Member {
 #[derive(Clone, Debug, Default)]
 pub struct ClusterView {
     members: BTreeMap<Identity, Arc<Member>>,
+    instances: Vec<Arc<Instance>>,
+    fits: Arc<Fits>,
     /// How far in the registry's log it reaches.
     pub read: Cursor,
 }
 
-/// What a pair is worth, as far as the snapshot knows.
+/// What a pair of instances is worth, as far as the snapshot knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PairScore {
     /// Fields that differ (decode's value first); a pair fits only if there are none.
     pub differences: Vec<Difference>,
-    /// Other reasons against the pair: unknown, lease ended, draining.
+    /// Other reasons against the pair: unknown, a rank missing or draining, pages that no rank has.
     pub against: Vec<String>,
-    /// The prefill worker's load.
+    /// The load of the prefill's most loaded rank.
     pub prefill: Load,
-    /// The decode worker's load; its free lanes are what a room needs.
+    /// The load of the decode's most loaded rank; its free lanes are what a room needs.
     pub decode: Load,
 }
 
@@ -138,99 +140,120 @@ impl ClusterView {
         self.worker(&key.identity).is_some_and(|m| m.view.alive && m.key() == key)
     }
 
-    /// Scores a pair.
+    /// The instances of a role, incomplete ones included.
+    pub fn instances(&self, role: Role) -> impl Iterator<Item = &Arc<Instance>> {
+        self.instances.iter().filter(move |i| i.role() == role)
+    }
+    /// The instance of a worker.
+    pub fn instance_of(&self, worker: &Identity) -> Option<&Arc<Instance>> {
+        self.instances(worker.role).find(|i| i.has(worker))
+    }
+
+    /// Scores the pair of instances that two workers are of.
     pub fn pair_score(&self, prefill: &Identity, decode: &Identity) -> PairScore {
         let mut score = PairScore::default();
         let mut find = |identity: &Identity, role| {
-            let found = self.worker(identity).filter(|m| m.key().identity.role == role);
+            let found = self.instance_of(identity).filter(|i| i.role() == role);
             match found {
                 None => score.against.push(format!("{identity}: no such {role} worker is known")),
-                Some(m) => score.against.extend(m.why_not().map(|w| w.1)),
+                Some(i) => score.against.extend(i.why_not().map(str::to_string)),
             }
             found
         };
         let (p, d) = (find(prefill, Role::Prefill), find(decode, Role::Decode));
-        if let (Some(p), Some(d)) = (p, d) {
-            score.differences = d.view.registration.differences(&p.view.registration);
+        if let (Some(p), Some(d)) = (p, d)
+            && let Err(misfit) = fit(p, d)
+        {
+            if misfit.differences.is_empty() {
+                score.against.push(misfit.say(p, d));
+            }
+            score.differences = misfit.differences;
         }
-        score.prefill = p.map(|m| m.view.load).unwrap_or_default();
-        score.decode = d.map(|m| m.view.load).unwrap_or_default();
+        score.prefill = p.map(|i| i.load()).unwrap_or_default();
+        score.decode = d.map(|i| i.load()).unwrap_or_default();
         score
     }
 
-    /// The pairs to try, best first, and why every other decode worker is left out.
+    /// The pairs to try, best first, and why every other instance is left out.
     pub(crate) fn candidates(
         &self,
         prefill: Option<&Identity>,
         decode: Option<&Identity>,
-        avoid: &BTreeSet<Identity>,
+        avoid: &Avoid,
         recent: &Recent,
         turn: usize,
     ) -> Candidates {
         let mut out = Candidates::default();
-        let asked = |role, only: Option<&Identity>| -> Vec<&Arc<Member>> {
-            self.workers()
-                .filter(|m| m.key().identity.role == role)
-                .filter(|m| only.is_none_or(|o| m.key().identity == *o))
-                .collect()
+        let asked = |role, only: Option<&Identity>| -> Vec<&Arc<Instance>> {
+            self.instances(role).filter(|i| only.is_none_or(|o| i.has(o))).collect()
         };
-        let mut groups: HashMap<u32, Vec<&Arc<Member>>> = HashMap::new();
-        let mut some_prefill = None;
+        let mut usable: Vec<(Cost, &Arc<Instance>)> = Vec::new();
         for p in asked(Role::Prefill, prefill) {
-            if avoid.contains(&p.key().identity) {
-                continue;
-            }
-            match p.why_not() {
-                Some((kind, why)) => out.refuse(kind, why),
-                None => {
-                    some_prefill.get_or_insert(p);
-                    groups.entry(p.class).or_default().push(p);
-                }
+            match p.refusal() {
+                _ if avoid.contains_key(p.lead()) => {}
+                Some((kind, why)) => out.refuse(*kind, why.clone()),
+                None => usable.push((p.cost(recent), p)),
             }
         }
         let mut decodes = asked(Role::Decode, decode);
-        // Ties go round: each request begins at another worker.
+        // Ties go round: each request begins at another instance.
         let turned = decodes.len().max(1);
         decodes.rotate_left(turn % turned);
         decodes.sort_by_cached_key(|d| d.cost(recent));
+        // Instances of one shape have the same choice.
+        let mut best_for: HashMap<u32, Option<(&Arc<Instance>, &Arc<Routes>)>> = HashMap::new();
         for d in decodes {
-            if let Some((kind, why)) = d.why_not() {
-                out.refuse(kind, why);
+            if let Some((kind, why)) = d.refusal() {
+                out.refuse(*kind, why.clone());
                 continue;
             }
-            let group = groups.get(&d.class).map_or(&[][..], Vec::as_slice);
-            let turn = turn % group.len().max(1);
-            let turned = group[turn..].iter().chain(&group[..turn]);
-            let best = turned.filter(|p| d.shares_engine(p)).min_by_key(|p| p.cost(recent));
-            match (best, some_prefill) {
-                (Some(p), _) if out.pairs.len() < CANDIDATES_MAX => {
-                    out.pairs.push((Arc::clone(p), Arc::clone(d)));
+            let best = best_for.entry(d.shape()).or_insert_with(|| {
+                let fits = |p: &Instance| self.fits.get(&(p.shape(), d.shape()));
+                let fitting: Vec<_> = usable
+                    .iter()
+                    .filter_map(|(cost, p)| Some((cost, (*p, fits(p)?.as_ref().ok()?))))
+                    .collect();
+                let turn = turn % fitting.len().max(1);
+                let turned = fitting[turn..].iter().chain(&fitting[..turn]);
+                turned.min_by_key(|(cost, _)| *cost).map(|(_, best)| *best)
+            });
+            match (*best, usable.first()) {
+                (Some((p, routes)), _) if out.pairs.len() < CANDIDATES_MAX => {
+                    out.pairs.push(Pair {
+                        prefill: Arc::clone(p),
+                        decode: Arc::clone(d),
+                        routes: Arc::clone(routes),
+                    })
                 }
                 (Some(_), _) => {}
-                (None, Some(p)) => {
-                    let fields: Vec<String> = d
-                        .view
-                        .registration
-                        .differences(&p.view.registration)
-                        .iter()
-                        .map(|f| format!("{}: decode {} / prefill {}", f.field, f.here, f.there))
-                        .collect();
-                    let why = format!("{} with {}: {}", d.key(), p.key(), fields.join(", "));
-                    out.refuse(ErrorKind::Incompatible, why);
+                (None, Some((_, p))) => {
+                    if let Some(Err(misfit)) = self.fits.get(&(p.shape(), d.shape())) {
+                        out.refuse(ErrorKind::Incompatible, misfit.say(p, d));
+                    }
                 }
                 (None, None) => {
-                    let why = format!("{}: no prefill worker that could send to it", d.key());
+                    let why = format!("{}: no prefill worker that could send to it", d.label());
                     out.refuse(ErrorKind::NotFound, why);
                 }
             }
         }
-        for p in avoid {
+        for p in avoid.values() {
             out.refuse(ErrorKind::PeerLost, format!("{p}: it cannot be reached"));
         }
         for (role, only) in [(Role::Prefill, prefill), (Role::Decode, decode)] {
-            if let Some(only) = only.filter(|o| self.worker(o).is_none()) {
-                out.refuse(ErrorKind::NotFound, format!("{only}: no such {role} worker is known"));
-            } else if !self.workers().any(|m| m.key().identity.role == role) {
+            let lacks = |o: &&Identity| !self.instances(role).any(|i| i.has(o));
+            if let Some(only) = only.filter(lacks) {
+                match self.worker(only).filter(|m| m.key().identity.role == role) {
+                    Some(m) => out.refuse(
+                        ErrorKind::LeaseExpired,
+                        format!("{}: its lease has ended", m.key()),
+                    ),
+                    None => out.refuse(
+                        ErrorKind::NotFound,
+                        format!("{only}: no such {role} worker is known"),
+                    ),
+                }
+            } else if self.instances(role).next().is_none() {
                 out.refuse(ErrorKind::NotFound, format!("no {role} worker is registered"));
             }
         }
@@ -238,10 +261,18 @@ impl ClusterView {
     }
 }
 
+/// Two instances that fit.
+#[derive(Clone, Debug)]
+pub(crate) struct Pair {
+    pub(crate) prefill: Arc<Instance>,
+    pub(crate) decode: Arc<Instance>,
+    pub(crate) routes: Arc<Routes>,
+}
+
 /// What a request may try, and what was considered and left out.
 #[derive(Debug, Default)]
 pub(crate) struct Candidates {
-    pub(crate) pairs: Vec<(Arc<Member>, Arc<Member>)>,
+    pub(crate) pairs: Vec<Pair>,
     refused: Vec<(ErrorKind, String)>,
 }
 
@@ -250,9 +281,9 @@ impl Candidates {
     pub(crate) fn refuse(&mut self, kind: ErrorKind, why: String) {
         self.refused.push((kind, why));
     }
-    /// Notes why a decode worker that was asked again is out, instead of what it said before.
-    pub(crate) fn refuse_again(&mut self, decode: &WorkerKey, e: &Error) {
-        let before = format!("{decode}: ");
+    /// Notes why a decode instance that was asked again is out, instead of what it said before.
+    pub(crate) fn refuse_again(&mut self, decode: &Instance, e: &Error) {
+        let before = format!("{}: ", decode.label());
         self.refused.retain(|(_, why)| !why.starts_with(&before));
         self.refuse(e.kind(), format!("{before}{e}"));
     }
@@ -283,7 +314,7 @@ impl Candidates {
         e.hint(match kind {
             ErrorKind::Busy => "wait longer, or add decode workers",
             ErrorKind::Incompatible => {
-                "pair workers of one model with the same parallelism, dtype and page size"
+                "pair model servers of one model and dtype, with page sizes that are multiples of each other"
             }
             _ => "see each worker's reason",
         })
@@ -297,7 +328,7 @@ pub(crate) struct Follower {
     /// Workers that go by then: dead ones, and those that the service knew before it forgot
     /// everything unless they register again.
     leaving: HashMap<Identity, Time>,
-    classes: HashMap<Layout, u32>,
+    shapes: Shapes,
     changed: bool,
 }
 
@@ -309,20 +340,20 @@ impl Follower {
     /// Takes a page; `grace_ms` is how long workers have to register again after a reset.
     pub(crate) fn take(&mut self, now: Time, page: Page, grace_ms: u64) {
         if page.reset {
-            self.classes.clear();
             let until = now.plus_ms(grace_ms);
             self.leaving =
                 self.view.members.keys().map(|identity| (identity.clone(), until)).collect();
-            // Classes were renumbered.
-            for member in self.view.members.values_mut() {
-                let class = class_of(&mut self.classes, &member.view.registration.layout);
-                *member = Arc::new(Member { view: member.view.clone(), class });
-            }
         }
         self.changed |= page.reset || !page.workers.is_empty();
         for view in page.workers {
             let identity = view.registration.worker.key.identity.clone();
-            let class = class_of(&mut self.classes, &view.registration.layout);
+            // The service checks them too; geometry that makes no sense is not reckoned with.
+            if let Err(e) = view.registration.check() {
+                metrics::counter!("kvlane_coordinator_bad_workers_total").increment(1);
+                tracing::warn!(worker = %view.registration.worker.key, error = %e, "ignored");
+                continue;
+            }
+            let class = self.shapes.class_of(&view.registration);
             // Dead ones stay a while, so that a refusal can name them.
             if view.alive {
                 self.leaving.remove(&identity);
@@ -347,26 +378,25 @@ impl Follower {
 
     /// A snapshot, if anything has changed since the last.
     pub(crate) fn snapshot(&mut self) -> Option<Arc<ClusterView>> {
-        std::mem::take(&mut self.changed).then(|| Arc::new(self.view.clone()))
+        if !std::mem::take(&mut self.changed) {
+            return None;
+        }
+        let view = &mut self.view;
+        (view.instances, view.fits) = self.shapes.form(&view.members, &view.instances);
+        Some(Arc::new(view.clone()))
     }
-}
-
-fn class_of(classes: &mut HashMap<Layout, u32>, layout: &Layout) -> u32 {
-    // Replicas of one model differ in their place only, which is not compared.
-    let at = Coordinates { dp: (0, 1), ..layout.at };
-    let next = classes.len() as u32;
-    *classes.entry(Layout { at, ..layout.clone() }).or_insert(next)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use kvlane_proto::Incarnation;
-    use kvlane_proto::layout::{Dtype, KvKind, Order};
+    use kvlane_proto::Layout;
+    use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
     use kvlane_proto::msg::service::Registration;
 
-    fn none() -> BTreeSet<Identity> {
-        BTreeSet::new()
+    fn none() -> Avoid {
+        Avoid::new()
     }
 
     fn worker(role: Role, name: &str, change: impl FnOnce(&mut WorkerView)) -> WorkerView {
@@ -375,7 +405,7 @@ mod tests {
         let mut view = WorkerView {
             registration: Registration {
                 worker: WorkerAddress { key, address: "h:1".into() },
-                layout: Layout {
+                pools: vec![Layout {
                     model: "tiny".into(),
                     layers: 4,
                     first_layer: 0,
@@ -384,10 +414,11 @@ mod tests {
                     head_dim: 8,
                     dtype: Dtype::Bf16,
                     page_tokens: 4,
+                    window_tokens: 0,
                     order: Order::Nhd,
                     kind: KvKind::Split,
                     at: Coordinates::SINGLE,
-                },
+                }],
                 pool_blocks: 8,
                 engines: vec!["tcp".into()],
                 serving: String::new(),
@@ -410,8 +441,8 @@ mod tests {
         f.snapshot().unwrap()
     }
     fn names(c: &Candidates) -> Vec<(String, String)> {
-        let name = |m: &Member| m.key().identity.instance.clone();
-        c.pairs.iter().map(|(p, d)| (name(p), name(d))).collect()
+        let name = |i: &Instance| i.lead().instance.clone();
+        c.pairs.iter().map(|c| (name(&c.prefill), name(&c.decode))).collect()
     }
 
     #[test]
@@ -478,9 +509,9 @@ mod tests {
             worker(Role::Prefill, "p", |_| {}),
             worker(Role::Decode, "dead", |w| w.alive = false),
             worker(Role::Decode, "drains", |w| w.load.draining = true),
-            worker(Role::Decode, "dtype", |w| w.registration.layout.dtype = Dtype::Fp16),
+            worker(Role::Decode, "dtype", |w| w.registration.pools[0].dtype = Dtype::Fp16),
             worker(Role::Decode, "engine", |w| w.registration.engines = vec!["shm".into()]),
-            worker(Role::Decode, "replica", |w| w.registration.layout.at.dp = (1, 2)),
+            worker(Role::Decode, "replica", |w| w.registration.pools[0].at.dp = (1, 2)),
         ]);
         let c = v.candidates(None, None, &none(), &Recent::new(0), 0);
         assert_eq!(names(&c), [("p".to_string(), "replica".to_string())]);
@@ -522,5 +553,211 @@ mod tests {
         assert_eq!(f.snapshot().unwrap().workers().count(), 1);
         f.expire(t(6_000 + limits::WORKER_KEEP_MS));
         assert_eq!(f.snapshot().unwrap().workers().count(), 0);
+    }
+
+    /// One of `of` ranks of a model with eight heads.
+    fn rank(
+        role: Role,
+        (name, rank, of): (&str, u32, u32),
+        change: impl FnOnce(&mut WorkerView),
+    ) -> WorkerView {
+        worker(role, name, |w| {
+            w.registration.worker.key.identity.rank = rank;
+            let l = &mut w.registration.pools[0];
+            (l.kv_heads, l.kv_heads_total, l.at.tp) = (8 / of, 8, (rank, of));
+            change(w);
+        })
+    }
+    fn instance(role: Role, name: &str, of: u32) -> Vec<WorkerView> {
+        (0..of).map(|n| rank(role, (name, n, of), |_| {})).collect()
+    }
+    fn refusals(v: &ClusterView) -> String {
+        v.candidates(None, None, &none(), &Recent::new(0), 0).into_error("x").to_string()
+    }
+
+    #[test]
+    fn instances_are_told_apart_by_name_and_replica_and_single_ranks_stand_alone() {
+        let mut workers = instance(Role::Prefill, "p", 4);
+        // Two data-parallel replicas of two ranks each, under one name.
+        for n in 0..4 {
+            workers.push(rank(Role::Decode, ("d", n, 4), |w| {
+                let l = &mut w.registration.pools[0];
+                (l.kv_heads, l.at.tp, l.at.dp) = (4, (n % 2, 2), (n / 2, 2));
+            }));
+        }
+        for n in 0..2 {
+            workers.push(worker(Role::Decode, "s", |w| {
+                w.registration.worker.key.identity.rank = n;
+                let l = &mut w.registration.pools[0];
+                (l.kv_heads, l.kv_heads_total) = (8, 8);
+            }));
+        }
+        let v = view(workers);
+        let c = v.candidates(None, None, &none(), &Recent::new(0), 0);
+        let mut found: Vec<_> = c
+            .pairs
+            .iter()
+            .map(|pair| {
+                let ranks = pair.decode.ranks().iter();
+                let ranks: Vec<String> = ranks.map(|m| m.key().identity.to_string()).collect();
+                let sources: Vec<_> = (0..ranks.len()).map(|d| pair.routes.sources(d)).collect();
+                format!("{} {sources:?}", ranks.join(" "))
+            })
+            .collect();
+        found.sort();
+        assert_eq!(
+            found,
+            [
+                "c/decode/d/0 c/decode/d/1 [[0, 1], [2, 3]]",
+                "c/decode/d/2 c/decode/d/3 [[0, 1], [2, 3]]",
+                "c/decode/s/0 [[0, 1, 2, 3]]",
+                "c/decode/s/1 [[0, 1, 2, 3]]",
+            ]
+        );
+        let third = Identity::new("c", Role::Decode, "d", 3).unwrap();
+        let c = v.candidates(None, Some(&third), &none(), &Recent::new(0), 0);
+        assert!(c.pairs.len() == 1 && c.pairs[0].decode.has(&third));
+    }
+
+    #[test]
+    fn an_instance_is_as_loaded_as_its_most_loaded_rank() {
+        let mut workers = instance(Role::Prefill, "p", 1);
+        let loads = |name: &'static str, rooms: [u32; 2], suspected: bool| {
+            (0..).zip(rooms).map(move |(n, rooms)| {
+                rank(Role::Decode, (name, n, 2), |w| {
+                    (w.load.rooms, w.suspected) = (rooms, suspected && n == 1);
+                })
+            })
+        };
+        workers.extend(loads("even", [3, 3], false));
+        workers.extend(loads("skewed", [0, 4], false));
+        workers.extend(loads("shaky", [0, 0], true));
+        let v = view(workers);
+        let mut recent = Recent::new(100);
+        let order = |recent: &Recent| -> Vec<String> {
+            names(&v.candidates(None, None, &none(), recent, 0)).into_iter().map(|n| n.1).collect()
+        };
+        assert_eq!(order(&recent), ["even", "skewed", "shaky"]);
+        let even = Identity::new("c", Role::Decode, "even", 1).unwrap();
+        recent.add(Time(0), &even);
+        recent.add(Time(0), &even);
+        assert_eq!(order(&recent), ["skewed", "even", "shaky"]);
+        let p = Identity::new("c", Role::Prefill, "p", 0).unwrap();
+        let skewed = Identity::new("c", Role::Decode, "skewed", 0).unwrap();
+        assert_eq!(v.pair_score(&p, &skewed).decode.rooms, 4);
+    }
+
+    #[test]
+    fn ranks_that_are_missing_or_contradict_each_other_are_named() {
+        let p = || instance(Role::Prefill, "p", 1);
+        let with = |decodes: Vec<WorkerView>| view(p().into_iter().chain(decodes).collect());
+        let d = |n, of, change: fn(&mut WorkerView)| rank(Role::Decode, ("d", n, of), change);
+        let text = refusals(&with(vec![d(1, 4, |_| {}), d(2, 4, |w| w.alive = false)]));
+        let why = "c/decode/d: 3 of 4 ranks are missing: nobody is tp 0 of 4; \
+                   c/decode/d/2@010101010101: its lease has ended; nobody is tp 3 of 4";
+        assert!(text.contains(why), "{text}");
+        let text = refusals(&with(vec![d(0, 2, |_| {}), d(1, 4, |_| {})]));
+        assert!(text.contains("differ in size: tp 2 / 4"), "{text}");
+        let twice = d(1, 2, |w| w.registration.pools[0].at.tp.0 = 0);
+        let text = refusals(&with(vec![d(0, 2, |_| {}), twice]));
+        assert!(text.contains("are both tp 0 of 2"), "{text}");
+        // A size that nobody can have is no reason to count that far.
+        let huge = d(0, 8, |w| {
+            let at = &mut w.registration.pools[0].at;
+            (at.pp, at.cp) = ((0, 1 << 16), (0, 1 << 16));
+        });
+        let text = refusals(&with(vec![huge]));
+        assert!(text.contains(": 34359738367 of 34359738368 ranks are missing"), "{text}");
+        // The dead of a time when it was larger do not count.
+        let smaller = with(vec![d(0, 2, |_| {}), d(1, 2, |_| {}), d(3, 4, |w| w.alive = false)]);
+        let c = smaller.candidates(None, None, &none(), &Recent::new(0), 0);
+        assert_eq!(names(&c), [("p".to_string(), "d".to_string())]);
+        let dead = Identity::new("c", Role::Decode, "d", 3).unwrap();
+        let c = smaller.candidates(None, Some(&dead), &none(), &Recent::new(0), 0);
+        let text = c.into_error("x").to_string();
+        assert!(text.contains("c/decode/d/3@010101010101: its lease has ended"), "{text}");
+    }
+
+    #[test]
+    fn the_two_ranks_that_do_not_fit_are_named_with_the_field() {
+        let mut workers = instance(Role::Prefill, "p", 2);
+        workers.push(rank(Role::Decode, ("d", 0, 2), |_| {}));
+        workers.push(rank(Role::Decode, ("d", 1, 2), |w| {
+            w.registration.pools[0].dtype = Dtype::Fp16;
+        }));
+        let text = refusals(&view(workers));
+        let why = "c/decode/d/1@010101010101 with c/prefill/p/0@010101010101: \
+                   dtype: decode fp16 / prefill bf16";
+        assert!(text.contains(why), "{text}");
+        // Engines count between those that have something for each other only.
+        let engines = |n: u32| vec![format!("shm{n}")];
+        let both = |role, name: &'static str, of: u32| {
+            (0..of).map(move |n| {
+                rank(role, (name, n, of), |w| w.registration.engines = engines(n * 2 / of))
+            })
+        };
+        let v = view(both(Role::Prefill, "p", 2).chain(both(Role::Decode, "d", 4)).collect());
+        assert_eq!(v.candidates(None, None, &none(), &Recent::new(0), 0).pairs.len(), 1);
+        let v = view(both(Role::Prefill, "p", 2).chain(both(Role::Decode, "d", 1)).collect());
+        let why = "c/decode/d/0@010101010101 with c/prefill/p/1@010101010101: \
+                   engines: decode shm0 / prefill shm1";
+        let text = refusals(&v);
+        assert!(text.contains(why), "{text}");
+        // Layers that no rank has.
+        let mut short = instance(Role::Prefill, "p", 1);
+        short[0].registration.pools[0].layers = 3;
+        short.extend(instance(Role::Decode, "d", 2));
+        let text = refusals(&view(short));
+        assert!(text.contains("no rank sends") && text.contains("layer=3"), "{text}");
+    }
+
+    #[test]
+    fn what_fits_is_found_out_once_for_all_instances_of_a_shape() {
+        let mut f = Follower::default();
+        let mut workers = Vec::new();
+        for n in 0..8 {
+            workers.extend(instance(Role::Prefill, &format!("p{n}"), 2));
+            workers.extend(instance(Role::Decode, &format!("d{n}"), 4));
+        }
+        let busy = WorkerView { load: Load { rooms: 9, ..Load::default() }, ..workers[0].clone() };
+        f.take(Time(0), page(1, true, workers), 0);
+        let first = f.snapshot().unwrap();
+        f.take(Time(0), page(1, false, vec![busy]), 0);
+        let second = f.snapshot().unwrap();
+        let pairs = |v: &ClusterView| v.candidates(None, None, &none(), &Recent::new(0), 1).pairs;
+        let routes = &pairs(&first)[0].routes;
+        for v in [&first, &second] {
+            assert_eq!(v.fits.len(), 1);
+            assert!(pairs(v).iter().all(|pair| Arc::ptr_eq(&pair.routes, routes)));
+        }
+        // Names are shared from snapshot to snapshot until somebody restarts.
+        let who = |v: &ClusterView, n| Arc::clone(v.instances(Role::Prefill).nth(n).unwrap().who());
+        assert!(Arc::ptr_eq(&who(&first, 0), &who(&second, 0)));
+        let restarted = rank(Role::Prefill, ("p0", 1, 2), |w| {
+            w.registration.worker.key.incarnation = Incarnation([2; 16]);
+        });
+        f.take(Time(0), page(1, false, vec![restarted]), 0);
+        let third = f.snapshot().unwrap();
+        assert!(!Arc::ptr_eq(&who(&second, 0), &who(&third, 0)));
+        assert!(Arc::ptr_eq(&who(&second, 1), &who(&third, 1)));
+        assert!(pairs(&third).iter().all(|pair| Arc::ptr_eq(&pair.routes, routes)));
+    }
+
+    #[test]
+    fn geometries_are_bounded_and_nonsense_is_ignored() {
+        let mut workers = instance(Role::Prefill, "p", 1);
+        for n in 0..=crate::SHAPES_MAX {
+            workers.push(rank(Role::Decode, (&format!("d{n:03}"), 0, 1), |w| {
+                w.registration.engines.push(n.to_string());
+            }));
+        }
+        workers.push(rank(Role::Decode, ("hostile", 0, 1), |w| {
+            w.registration.pools[0].kv_heads_total = 0;
+        }));
+        let v = view(workers);
+        assert_eq!(v.fits.len(), crate::SHAPES_MAX);
+        let over: Vec<_> = v.instances(Role::Decode).filter_map(|i| i.why_not()).collect();
+        assert_eq!(over, ["c/decode/d256/0@010101010101: more than 256 geometries"]);
+        assert_eq!(v.workers().count(), crate::SHAPES_MAX + 2);
     }
 }

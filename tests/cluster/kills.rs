@@ -127,7 +127,7 @@ async fn a_killed_prefill_costs_its_own_rooms_only() {
             }
             match ended.outcome {
                 HandoffOutcome::Done { .. } => assert!(received.is_done()),
-                HandoffOutcome::Failed { leg, retryable, refusal } => {
+                HandoffOutcome::Failed { leg, retryable, refusal, .. } => {
                     assert!(!received.is_done());
                     assert_eq!((leg, retryable), (Blame::Prefill, true), "{refusal}");
                 }
@@ -194,7 +194,7 @@ async fn a_killed_decode_costs_its_own_rooms_only() {
                 assert!(unknown || early, "{phase}: {sent:?}");
             }
             match &ended.outcome {
-                HandoffOutcome::Failed { leg, retryable, refusal } => {
+                HandoffOutcome::Failed { leg, retryable, refusal, .. } => {
                     assert_eq!((*leg, *retryable), (Blame::Decode, true), "{refusal}");
                 }
                 other => panic!("{phase}: {other:?}"),
@@ -326,7 +326,7 @@ async fn requests_placed_after_a_prefill_died_go_to_the_one_beside_it() {
         async move {
             let handoff = coordinator.reserve(Router::any(TOKENS)).await.unwrap();
             let request = Request::of(&handoff, &issuer, TOKENS);
-            let doomed = handoff.prefill.worker.key.identity == dead;
+            let doomed = handoff.prefill[0].worker.key.identity == dead;
             handoff.detach();
             let decoded = leg(&to_decode, request.decode_leg());
             if doomed {
@@ -343,7 +343,7 @@ async fn requests_placed_after_a_prefill_died_go_to_the_one_beside_it() {
     for _ in 0..4 {
         let handoff = within("a reservation", router.coordinator.reserve(Router::any(TOKENS)));
         let handoff = handoff.await.unwrap();
-        assert_eq!(handoff.prefill.worker.key.identity, alive.identity);
+        assert_eq!(handoff.prefill[0].worker.key.identity, alive.identity);
     }
 }
 

@@ -61,8 +61,8 @@ impl Request {
         Self {
             room: handoff.room.0,
             tokens,
-            prefill: handoff.prefill.worker.clone(),
-            decode: handoff.decode.worker.clone(),
+            prefill: handoff.prefill[0].worker.clone(),
+            decode: handoff.decode[0].worker.clone(),
             issuer: issuer.into(),
             deadline_ms: 30_000,
         }
@@ -70,14 +70,14 @@ impl Request {
     pub(crate) fn prefill_leg(&self) -> Value {
         json!({
             "leg": "prefill", "room": self.room, "request": self.room, "tokens": self.tokens,
-            "decode": self.decode.key.identity.to_string(), "issuer": self.issuer,
+            "decodes": [self.decode.key.identity.to_string()], "issuer": self.issuer,
             "deadline_ms": self.deadline_ms,
         })
     }
     pub(crate) fn decode_leg(&self) -> Value {
         json!({
             "leg": "decode", "room": self.room, "request": self.room, "tokens": self.tokens,
-            "prefix_tokens": 0, "prefill": self.prefill, "deadline_ms": self.deadline_ms,
+            "prefix_tokens": 0, "prefills": [self.prefill], "deadline_ms": self.deadline_ms,
         })
     }
 }

@@ -41,7 +41,7 @@ async fn a_router_may_neither_end_nor_take_another_routers_room() {
             key: IdempotencyKey([key; 16]),
             room: RoomId(r.room),
             tokens: TOKENS,
-            prefill: r.prefill.clone(),
+            prefills: vec![r.prefill.clone()],
             wait_ms: 0,
             deadline_ms: 10_000,
         })

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use kvlane_proto::{Error, ErrorKind, Identity, Result, Role};
 use kvlane_transport::quic::{Security, ca};
-use kvlane_transport::random::random;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
@@ -17,15 +16,22 @@ use super::{INTERRUPTED, Interrupt};
 use crate::load::models;
 use crate::load::trace::Requests;
 use crate::memory;
+use crate::scratch::Scratch;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Prefill workers
+    /// Prefill instances
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     prefill: u16,
-    /// Decode workers
+    /// Decode instances
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     decode: u16,
+    /// Tensor parallel ranks of each prefill instance, each a worker of its own
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
+    prefill_tp: u32,
+    /// Tensor parallel ranks of each decode instance, each a worker of its own
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
+    decode_tp: u32,
     /// Model whose geometry the pools have
     #[arg(long, default_value = "llama-3.1-8b", help = format!("Model whose geometry the pools have: {}", replay::model_names()))]
     model: String,
@@ -52,17 +58,19 @@ const LOG_LINES: usize = 5;
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     // With a wrong flag, nothing is started.
-    models::layout(&args.model, models::PAGE_TOKENS)?;
+    for tp in [args.prefill_tp, args.decode_tp] {
+        models::pools(&args.model, models::PAGE_TOKENS, (0, tp))?;
+    }
     let requests = args.load.requests()?;
     let pool_mib = args.pool_mib.unwrap_or(if args.model == "tiny" { 64 } else { 384 });
-    let workers = u64::from(args.prefill) + u64::from(args.decode);
-    memory::check_mib(pool_mib.saturating_mul(workers))?;
+    let (prefills, decodes) = args.workers();
+    memory::check_mib(pool_mib.saturating_mul((prefills + decodes) as u64), "--pool-mib")?;
 
     let mut interrupt = Interrupt::listen()?;
-    let dir = Scratch::new()?;
-    let ca_dir = dir.0.join("ca");
+    let dir = Scratch::new("demo")?;
+    let ca_dir = dir.path().join("ca");
     ca::create_ca(&ca_dir, CLUSTER)?;
-    let mut cluster = Processes { dir: &dir.0, ca: &ca_dir, children: Vec::new() };
+    let mut cluster = Processes { dir: dir.path(), ca: &ca_dir, children: Vec::new() };
     let end = serve(&args, pool_mib, &mut cluster, requests, &mut interrupt).await;
     // Also after a failure: nobody is left behind.
     let ended = tokio::select! {
@@ -96,28 +104,39 @@ async fn serve(
     };
     let identity = Identity::new(CLUSTER, Role::Router, "router", 0)?;
     let security = Security::Mutual { dir: cluster.certs(&identity)? };
-    let workers = (usize::from(args.prefill), usize::from(args.decode));
-    replay::replay(&service, security, identity, workers, args.load.clone(), requests, interrupt)
-        .await
+    let (load, workers) = (args.load.clone(), args.workers());
+    replay::replay(&service, security, identity, workers, load, requests, interrupt).await
+}
+
+impl Args {
+    /// How many workers, of either role.
+    fn workers(&self) -> (usize, usize) {
+        let all = |instances: u16, tp: u32| usize::from(instances) * tp as usize;
+        (all(self.prefill, self.prefill_tp), all(self.decode, self.decode_tp))
+    }
 }
 
 /// Starts the processes; gives the address of the bootstrap service.
 async fn start(args: &Args, pool_mib: u64, cluster: &mut Processes<'_>) -> Result<String> {
-    let ready =
-        cluster.start("bootstrap", Role::Service, &["bootstrap", "--quic", "127.0.0.1:0"]).await?;
+    let ready = cluster
+        .start("bootstrap", Role::Service, 0, &["bootstrap", "--quic", "127.0.0.1:0"])
+        .await?;
     let service = ready["quic"].as_str().unwrap_or_default().to_string();
     let pool_mib = pool_mib.to_string();
-    let workers = (0..args.prefill)
-        .map(|n| (format!("prefill-{n}"), Role::Prefill))
-        .chain((0..args.decode).map(|n| (format!("decode-{n}"), Role::Decode)));
-    for (name, role) in workers {
+    let instances = (0..args.prefill)
+        .map(|n| (format!("prefill-{n}"), Role::Prefill, args.prefill_tp))
+        .chain((0..args.decode).map(|n| (format!("decode-{n}"), Role::Decode, args.decode_tp)));
+    let ranks = instances
+        .flat_map(|(name, role, tp)| (0..tp).map(move |rank| (name.clone(), role, rank, tp)));
+    for (name, role, rank, tp) in ranks {
+        let tp = tp.to_string();
         let mut flags = vec!["worker", "--role", role.as_str(), "--service", &service];
         flags.extend(["--model", &args.model, "--pool-mib", &pool_mib]);
-        flags.extend(["--engine", args.engine.as_str()]);
+        flags.extend(["--engine", args.engine.as_str(), "--tp", &tp]);
         if args.checksum {
             flags.push("--checksum");
         }
-        cluster.start(&name, role, &flags).await?;
+        cluster.start(&name, role, rank, &flags).await?;
     }
     Ok(service)
 }
@@ -131,15 +150,24 @@ struct Processes<'a> {
 
 impl Processes<'_> {
     fn certs(&self, identity: &Identity) -> Result<PathBuf> {
-        let dir = self.dir.join(format!("certs-{}-{}", identity.role, identity.instance));
+        let dir = self
+            .dir
+            .join(format!("certs-{}-{}-{}", identity.role, identity.instance, identity.rank));
         ca::issue(self.ca, &dir, identity, 1)?;
         Ok(dir)
     }
 
     /// Starts one, and waits until it is ready.
-    async fn start(&mut self, name: &str, role: Role, flags: &[&str]) -> Result<serde_json::Value> {
+    async fn start(
+        &mut self,
+        instance: &str,
+        role: Role,
+        rank: u32,
+        flags: &[&str],
+    ) -> Result<serde_json::Value> {
+        let name = &format!("{instance}-{rank}");
         let failed = |why: &str| Error::new(ErrorKind::Io, why.to_string()).with("process", name);
-        let certs = self.certs(&Identity::new(CLUSTER, role, name, 0)?)?;
+        let certs = self.certs(&Identity::new(CLUSTER, role, instance, rank)?)?;
         let program = std::env::current_exe()
             .map_err(|e| failed("this program cannot be found").caused_by(e))?;
         let log = std::fs::File::create(self.log(name))
@@ -205,28 +233,5 @@ impl Processes<'_> {
                 eprintln!("[{name}] {line}");
             }
         }
-    }
-}
-
-/// A directory that is removed at the end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> Result<Self> {
-        use std::os::unix::fs::DirBuilderExt;
-        let path = std::env::temp_dir().join(format!("kvlane-demo-{:016x}", random()));
-        std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(|e| {
-            Error::new(ErrorKind::Io, "cannot make a scratch directory")
-                .with("path", path.display())
-                .hint("set TMPDIR to a directory that can be written")
-                .caused_by(e)
-        })?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

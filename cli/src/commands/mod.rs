@@ -1,8 +1,10 @@
 //! One file for each command, and what they share: who speaks, and when a process ends.
 
+pub(crate) mod bench;
 pub(crate) mod bootstrap;
 pub(crate) mod ca;
 pub(crate) mod demo;
+pub(crate) mod plan;
 pub(crate) mod replay;
 mod values;
 pub(crate) mod worker;

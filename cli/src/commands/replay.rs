@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use kvlane_coordinator::{Coordinator, CoordinatorConfig, Handoff, PairRequest};
-use kvlane_proto::{Error, ErrorKind, Identity, Outcome, Refusal, Result, Role, limits};
+use kvlane_proto::{Error, ErrorKind, Identity, Layout, Outcome, Refusal, Result, Role, limits};
 use kvlane_transport::quic::Security;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
@@ -240,7 +241,10 @@ async fn stats(serving: &[String]) -> BTreeMap<String, LegReply> {
 struct Cluster {
     model: String,
     engine: String,
-    layout: kvlane_proto::Layout,
+    /// The model's first pool, as if it were on one rank.
+    whole: Layout,
+    /// Largest and smallest page of any worker.
+    page_tokens: (u32, u32),
     /// Blocks of the smallest pool.
     pool_blocks: u32,
     serving: Vec<String>,
@@ -270,10 +274,19 @@ impl Cluster {
             return Err(Error::new(ErrorKind::NotFound, "the cluster has no workers"));
         };
         let registration = &first.view.registration;
+        let Some(layout) = registration.pools.first() else {
+            return Err(Error::new(ErrorKind::NotFound, "a worker has no pools"));
+        };
+        let pages = view.workers().flat_map(|m| &m.view.registration.pools);
+        let pages: Vec<u32> = pages.map(|l| l.page_tokens).collect();
         Ok(Self {
-            model: models::name(&registration.layout),
+            model: models::name(layout),
             engine: registration.engines.join(", "),
-            layout: registration.layout.clone(),
+            whole: Layout { kv_heads: layout.kv_heads_total, ..layout.clone() },
+            page_tokens: (
+                pages.iter().copied().max().unwrap_or(1),
+                pages.iter().copied().min().unwrap_or(1),
+            ),
             pool_blocks: view
                 .workers()
                 .filter(|m| m.view.alive)
@@ -307,12 +320,13 @@ struct Fit {
 impl Fit {
     fn new(load: &LoadArgs, cluster: &Cluster) -> Self {
         let tiny = cluster.model.starts_with("tiny");
-        let page_tokens = cluster.layout.page_tokens;
-        let per_token = cluster.layout.block_bytes() as f64 / f64::from(page_tokens);
+        // The decode has whole pages already, so a prefix is a multiple of the largest.
+        let (page_tokens, smallest) = cluster.page_tokens;
+        let per_token = cluster.whole.block_bytes() as f64 / f64::from(cluster.whole.page_tokens);
         let (mean_bytes, max_bytes) = if tiny { (192e3, 1e6) } else { (24e6, f64::MAX) };
         // The mean prompt of the traces.
         let scale = load.scale.unwrap_or(mean_bytes / per_token / 12_035.0);
-        let tokens_max = (u64::from(cluster.pool_blocks / 2).max(1) * u64::from(page_tokens))
+        let tokens_max = (u64::from(cluster.pool_blocks / 2).max(1) * u64::from(smallest))
             .min((max_bytes / per_token) as u64)
             .max(1) as u32;
         Self { scale, page_tokens, tokens_max }
@@ -329,7 +343,7 @@ struct Ended {
     took: Duration,
     wanted_abort: bool,
     prompt: Prompt,
-    legs: Result<(LegReply, LegReply)>,
+    legs: Result<Replies>,
 }
 
 /// Sends the requests and waits for all that were sent; gives their number, and what is wrong with
@@ -370,7 +384,7 @@ async fn dispatch(
             let at = at.unwrap_or(Duration::MAX);
             tokio::time::sleep(at.saturating_sub(begun.elapsed())).await;
         }
-        let count = cluster.layout.blocks_for(prompt.tokens);
+        let count = prompt.tokens.div_ceil(cluster.page_tokens.1);
         let (Ok(slot), Ok(space)) =
             (slots.clone().acquire_owned().await, blocks.clone().acquire_many_owned(count).await)
         else {
@@ -403,29 +417,38 @@ async fn hand_off(
     request: u64,
     deadline: Duration,
     abort_after: Option<Duration>,
-) -> Result<(LegReply, LegReply)> {
+) -> Result<Replies> {
     let mut asked = PairRequest::new(prompt.tokens);
     asked.wait = deadline / 2;
     asked.deadline = deadline;
     let handoff: Handoff = coordinator.reserve(asked).await?;
     let deadline_ms = deadline.as_millis() as u64;
     let room = handoff.room.0;
-    let prefill = LegRequest::Prefill {
-        room,
-        request,
-        tokens: prompt.tokens,
-        decode: handoff.decode.worker.key.identity.to_string(),
-        issuer: router.to_string(),
-        deadline_ms,
-    };
-    let decode = LegRequest::Decode {
-        room,
-        request,
-        tokens: prompt.tokens,
-        prefix_tokens: prompt.prefix_tokens,
-        prefill: handoff.prefill.worker.clone(),
-        deadline_ms,
-    };
+    // Ranks that have nothing to send, or nothing to fetch, have no part in it.
+    let mut asks = Vec::new();
+    for leg in handoff.prefill.iter().filter(|leg| !leg.peers.is_empty()) {
+        let ask = LegRequest::Prefill {
+            room,
+            request,
+            tokens: prompt.tokens,
+            decodes: leg.peers.iter().map(|d| d.key.identity.to_string()).collect(),
+            issuer: router.to_string(),
+            deadline_ms,
+        };
+        asks.push((&leg.serving, ask));
+    }
+    let prefills = asks.len();
+    for leg in &handoff.decode {
+        let ask = LegRequest::Decode {
+            room,
+            request,
+            tokens: prompt.tokens,
+            prefix_tokens: prompt.prefix_tokens,
+            prefills: leg.peers.clone(),
+            deadline_ms,
+        };
+        asks.push((&leg.serving, ask));
+    }
     // Rooms end by their deadline; this is for model servers that do not answer.
     let wait = deadline + Duration::from_secs(10);
     let abort = async {
@@ -434,14 +457,35 @@ async fn hand_off(
             coordinator.abort(&handoff, "the replay aborts some");
         }
     };
-    let (p, d, ()) = tokio::join!(
-        leg(coordinator, &handoff, &handoff.prefill.serving, &prefill, wait),
-        leg(coordinator, &handoff, &handoff.decode.serving, &decode, wait),
-        abort,
-    );
-    let legs = (p?, d?);
+    let legs = asks.iter().map(|(serving, ask)| leg(coordinator, &handoff, serving, ask, wait));
+    let (replies, ()) = tokio::join!(join_all(legs), abort);
+    let mut prefill = replies.into_iter().collect::<Result<Vec<LegReply>>>()?;
+    let decode = prefill.split_off(prefills);
     handoff.detach();
-    Ok(legs)
+    Ok(Replies { prefill, decode })
+}
+
+/// What the ranks of both legs said.
+struct Replies {
+    prefill: Vec<LegReply>,
+    decode: Vec<LegReply>,
+}
+
+/// Runs futures to their end, side by side.
+async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
+    let mut running: Vec<_> = futures.map(|f| (Box::pin(f), None)).collect();
+    std::future::poll_fn(|cx| {
+        let mut waits = false;
+        for (future, done) in running.iter_mut().filter(|(_, done)| done.is_none()) {
+            match future.as_mut().poll(cx) {
+                Poll::Ready(output) => *done = Some(output),
+                Poll::Pending => waits = true,
+            }
+        }
+        if waits { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    running.into_iter().filter_map(|(_, done)| done).collect()
 }
 
 /// Sends one leg; if it is not taken, the other one must not wait for it.
@@ -465,7 +509,7 @@ async fn leg(
 
 fn count(totals: &mut Totals, ended: Ended) {
     totals.prompts_cut += u64::from(ended.prompt.cut);
-    let (prefill, decode) = match ended.legs {
+    let Replies { prefill, decode } = match ended.legs {
         Ok(legs) => legs,
         Err(e) if ended.wanted_abort && e.kind() == ErrorKind::Aborted => {
             totals.rooms_aborted += 1;
@@ -476,25 +520,27 @@ fn count(totals: &mut Totals, ended: Ended) {
             return totals.failed(&e.to_refusal());
         }
     };
-    totals.pages_verified += decode.pages_verified;
-    totals.pages_corrupt += decode.pages_corrupt;
-    // The decode is the authority on the outcome.
-    let why = match (&decode.outcome, &decode.error) {
-        (Some(Outcome::Done { bytes }), None) => {
-            totals.rooms_completed += 1;
-            totals.bytes += bytes;
-            totals.prefix_tokens += u64::from(ended.prompt.prefix_tokens);
-            totals.handoffs.push(ended.took);
-            return;
+    for reply in &decode {
+        totals.pages_verified += reply.pages_verified;
+        totals.pages_corrupt += reply.pages_corrupt;
+    }
+    // The decode's ranks are the authority on the outcome.
+    let mut bytes = 0;
+    let failed = decode.iter().find_map(|reply| match (&reply.outcome, &reply.error) {
+        (_, Some(why)) => Some(why.clone()),
+        (Some(Outcome::Done { bytes: moved }), None) => {
+            bytes += moved;
+            None
         }
-        (_, Some(why)) => why.clone(),
-        (Some(outcome), None) => match outcome.why() {
-            Some(why) => why.clone(),
-            None => return totals.failed(&Refusal::new(ErrorKind::Internal, "no reason")),
-        },
-        (None, None) => {
-            return totals.failed(&Refusal::new(ErrorKind::Internal, "no outcome"));
-        }
+        (Some(outcome), None) => outcome.why().cloned(),
+        (None, None) => Some(Refusal::new(ErrorKind::Internal, "no outcome")),
+    });
+    let Some(why) = failed else {
+        totals.rooms_completed += 1;
+        totals.bytes += bytes;
+        totals.prefix_tokens += u64::from(ended.prompt.prefix_tokens);
+        totals.handoffs.push(ended.took);
+        return;
     };
     // An abort that was asked for, told to either leg in whatever state it found it.
     let by_abort =
@@ -503,7 +549,8 @@ fn count(totals: &mut Totals, ended: Ended) {
         totals.rooms_aborted += 1;
     } else {
         // Left out of the line if there is none.
-        let prefill = prefill.error.as_ref().map(tracing::field::display);
+        let prefill =
+            prefill.iter().find_map(|leg| leg.error.as_ref()).map(tracing::field::display);
         tracing::error!(%why, prefill, "room has failed");
         totals.failed(&why);
     }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use kvlane_actors::{DecodeWorker, EngineChoice, Pool, PrefillWorker, WorkerConfig};
+use kvlane_actors::{DecodeWorker, EngineChoice, Pools, PrefillWorker, WorkerConfig};
 use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
 use kvlane_transport::engine::tcp::TcpConfig;
 use kvlane_transport::quic::load_reset_key;
@@ -54,6 +54,9 @@ pub(crate) struct Args {
     /// Name of the instance, with --insecure
     #[arg(long, default_value = "w0", conflicts_with = "certs")]
     name: String,
+    /// Tensor parallel ranks of the instance; this one's is its identity's
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    tp: u32,
     /// Rank in the instance, with --insecure
     #[arg(long, default_value_t = 0, conflicts_with = "certs")]
     rank: u32,
@@ -148,19 +151,20 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         Side::Decode => Role::Decode,
     };
     let (security, identity) = args.security.identity(role, &args.name, args.rank)?;
-    let layout = models::layout(&args.model, args.page_tokens)?;
-    let blocks = (args.pool_mib << 20) / layout.block_bytes();
+    let layouts = models::pools(&args.model, args.page_tokens, (identity.rank, args.tp))?;
+    let block_bytes = layouts.iter().map(|l| l.block_bytes()).sum::<u64>();
+    let blocks = (args.pool_mib << 20) / block_bytes;
     if blocks == 0 || blocks > u64::from(limits::POOL_BLOCKS_MAX) {
         return Err(Error::new(
             ErrorKind::Config,
             "the pool does not hold a sensible number of blocks",
         )
         .with("pool_mib", args.pool_mib)
-        .with("block_bytes", layout.block_bytes())
+        .with("block_bytes", block_bytes)
         .with("blocks", blocks)
         .hint("change --pool-mib"));
     }
-    memory::check_mib(args.pool_mib)?;
+    memory::check_mib(args.pool_mib, "--pool-mib")?;
     if args.service.is_none() {
         tracing::warn!("no --service: nobody will find this worker");
     }
@@ -171,7 +175,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
             "--serving is on loopback: routers on other hosts cannot reach the model server"
         );
     }
-    let pool = Pool::own(layout, blocks as u32)?;
+    let pools = Pools::own_all(layouts.into_iter().map(|l| (l, blocks as u32)).collect())?;
     let data = args.data.unwrap_or(args.listen.ip());
     let engine = match args.engine {
         EngineName::Tcp => EngineChoice::Tcp(TcpConfig {
@@ -181,7 +185,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         }),
     };
     let server = Server::bind(args.serving).await?;
-    let mut config = WorkerConfig::new(identity.clone(), security, pool.clone(), engine);
+    let mut config = WorkerConfig::new(identity.clone(), security, pools.clone(), engine);
     config.listen = args.listen;
     config.advertise.clone_from(&args.advertise);
     config.service.clone_from(&args.service);
@@ -191,7 +195,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     if let Some(file) = &args.reset_key {
         config.reset_key = Some(load_reset_key(file)?);
     }
-    let model = standin::Model::new(pool);
+    let model = standin::Model::new(pools);
     let worker = match args.role {
         Side::Prefill => standin::Worker::Prefill(PrefillWorker::start(config)?),
         Side::Decode => standin::Worker::Decode(DecodeWorker::start(config)?),

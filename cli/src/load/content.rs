@@ -108,7 +108,10 @@ impl Contents {
         // FNV-1a, then mixed: only has to tell models apart.
         let fnv = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         let dtype = layout.dtype.to_string();
-        let hash = layout.model.bytes().chain([0]).chain(dtype.bytes()).fold(GOLDEN, fnv);
+        // The pools of a model differ in what their layers look at.
+        let window = layout.window_tokens.to_le_bytes();
+        let all = layout.model.bytes().chain([0]).chain(dtype.bytes()).chain(window);
+        let hash = all.fold(GOLDEN, fnv);
         Self { model: mix(hash), request }
     }
 
@@ -193,8 +196,9 @@ impl Contents {
         let (key, place) = (at / 8..at / 8 + 3).find_map(|word| decode(found, word))?;
         let slab = match (rows.layout.kind, place.slab) {
             (KvKind::Mla, _) => "latent",
-            (KvKind::Split, 0) => "K",
-            (KvKind::Split, _) => "V",
+            (KvKind::Rows { .. }, _) => "row",
+            (KvKind::Split | KvKind::Packed, 0) => "K",
+            (KvKind::Split | KvKind::Packed, _) => "V",
         };
         let mut what = Vec::new();
         for (name, theirs, ours) in [
@@ -249,18 +253,14 @@ impl<'a> Rows<'a> {
         slab: u32,
         first_token: u32,
     ) -> Self {
-        // Ranks beyond the number of heads hold replicas, hence the division last.
-        let (tp, tp_size) = layout.at.tp;
-        let first_head =
-            u64::from(tp) * u64::from(layout.kv_heads_total) / u64::from(tp_size.max(1));
         Self {
             layout,
             key: contents.key(),
             layer: layout.first_layer.wrapping_add(layer),
             slab,
             first_token,
-            first_head: if layout.kind == KvKind::Mla { 0 } else { first_head as u32 },
-            bytes: ((layout.head_dim * layout.dtype.bytes()) as usize).max(1),
+            first_head: layout.heads().first,
+            bytes: (layout.row_bytes() as usize).max(1),
         }
     }
     fn token_in_page(&self, row: usize) -> u32 {
@@ -387,7 +387,7 @@ mod tests {
     use kvlane_proto::layout::{Coordinates, Dtype};
 
     fn layout() -> Layout {
-        models::layout("tiny", 16).unwrap()
+        models::pools("tiny", 16, (0, 1)).unwrap().remove(0)
     }
     fn page(c: &Contents, l: &Layout, layer: u32, slab: u32, first_token: u32) -> Vec<u8> {
         let mut out = vec![0; l.page_bytes() as usize];
@@ -422,7 +422,7 @@ mod tests {
     #[test]
     fn what_was_filled_is_accepted() {
         for name in models::names() {
-            let l = models::layout(&name, 16).unwrap();
+            let l = models::pools(&name, 16, (0, 1)).unwrap().remove(0);
             let c = Contents::new(&l, 1 << 62);
             check(&c, &l, &page(&c, &l, 2, 1, 32)).unwrap();
         }

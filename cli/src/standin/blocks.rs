@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvlane_actors::Pool;
 use kvlane_proto::{BlockList, Error, ErrorKind, Result};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::Model;
 
 /// Start of a page that nobody is to write.
 const STAMP: [u8; 64] = *b"free: whoever wrote over this came too late. kvlane stand-in. --";
@@ -42,9 +43,8 @@ impl Blocks {
         Self { free, room: Arc::new(Semaphore::new(total as usize)), total }
     }
 
-    /// Waits for `count` blocks. Those that come back without a stamp, or with one that is whole,
-    /// are fine; a broken one is a write that landed after its fence.
-    pub(crate) async fn take(&self, pool: &Pool, count: u32, wait: Duration) -> Result<Taken> {
+    /// Waits for `count` blocks.
+    async fn take(&self, count: u32, wait: Duration) -> Result<Taken> {
         let short = |why: &str| {
             Error::new(ErrorKind::Busy, why.to_string())
                 .with("blocks", count)
@@ -58,96 +58,108 @@ impl Blocks {
             .await
             .map_err(|_| short("no blocks became free in time"))?
             .map_err(|_| short("the stand-in ends"))?;
-        let ids = {
-            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            let (list, rng) = &mut *free;
-            let mut ids = Vec::with_capacity(count as usize);
-            for _ in 0..count {
-                *rng ^= *rng << 13;
-                *rng ^= *rng >> 7;
-                *rng ^= *rng << 17;
-                let at = (*rng % list.len().max(1) as u64) as usize;
-                ids.push(list.swap_remove(at));
-            }
-            ids
-        };
-        let taken = Taken { ids, permit: Some(permit) };
-        let late = late_writes(pool, &taken.ids)?;
-        if late > 0 {
-            return Err(Error::new(ErrorKind::Corrupt, "pages were written after their fence")
-                .with("pages", late));
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let (list, rng) = &mut *free;
+        let mut ids = Vec::with_capacity(count as usize);
+        for _ in 0..count {
+            *rng ^= *rng << 13;
+            *rng ^= *rng >> 7;
+            *rng ^= *rng << 17;
+            let at = (*rng % list.len().max(1) as u64) as usize;
+            ids.push(list.swap_remove(at));
         }
-        Ok(taken)
+        Ok(Taken { ids, permit: Some(permit) })
     }
 
-    /// Stamps blocks and makes them free.
-    pub(crate) fn give_back(&self, pool: &Pool, mut taken: Taken) -> Result<()> {
-        for_each_page(pool, &taken.ids, |at, len| {
-            pool.regions[0].memory().write_at(at, &STAMP[..len])
-        })?;
+    fn give_back(&self, mut taken: Taken) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.0.append(&mut taken.ids);
         drop(free);
         drop(taken.permit.take());
-        Ok(())
     }
 }
 
-/// Pages whose stamp is broken. A page that was never used is zero.
-fn late_writes(pool: &Pool, ids: &[u32]) -> Result<u64> {
-    let mut late = 0;
-    for_each_page(pool, ids, |at, len| {
-        let mut found = [0; STAMP.len()];
-        pool.regions[0].memory().read_at(at, &mut found[..len])?;
-        let fresh = found[..len].iter().all(|&b| b == 0);
-        late += u64::from(!fresh && found[..len] != STAMP[..len]);
-        Ok(())
-    })?;
-    Ok(late)
-}
-
-fn for_each_page(
-    pool: &Pool,
-    ids: &[u32],
-    mut f: impl FnMut(u64, usize) -> std::io::Result<()>,
-) -> Result<()> {
-    let len = STAMP.len().min(pool.layout.page_bytes() as usize);
-    for slab in 0..pool.map.slab_address.len() {
-        for &id in ids {
-            f(offset(pool, slab, id), len).map_err(|e| {
-                Error::new(ErrorKind::Internal, "a page is outside its pool")
-                    .with("slab", slab)
-                    .with("block", id)
-                    .caused_by(e)
-            })?;
+impl Model {
+    /// Waits for so many blocks of each pool. Those that come back without a stamp, or with one
+    /// that is whole, are fine; a broken one is a write that landed after its fence.
+    pub(super) async fn take(&self, counts: &[u32], wait: Duration) -> Result<Vec<Taken>> {
+        let mut all = Vec::new();
+        for (pool, &count) in counts.iter().enumerate() {
+            match self.blocks[pool].take(count, wait).await {
+                Ok(taken) => all.push(taken),
+                Err(e) => {
+                    for (pool, taken) in all.into_iter().enumerate() {
+                        self.blocks[pool].give_back(taken);
+                    }
+                    return Err(e.with("pool", pool));
+                }
+            }
         }
+        let mut late = 0;
+        for (pool, taken) in all.iter().enumerate() {
+            late += self.late_writes(pool, &taken.ids)?;
+        }
+        if late > 0 {
+            return Err(Error::new(ErrorKind::Corrupt, "pages were written after their fence")
+                .with("pages", late));
+        }
+        Ok(all)
     }
-    Ok(())
-}
 
-/// Where a page is in the pool's one region.
-pub(crate) fn offset(pool: &Pool, slab: usize, block: u32) -> u64 {
-    pool.map.slab_address[slab] - pool.regions[0].address()
-        + u64::from(block) * pool.map.block_stride_bytes
+    /// Stamps blocks and makes them free.
+    pub(super) fn give_back(&self, all: Vec<Taken>) -> Result<()> {
+        for (pool, taken) in all.into_iter().enumerate() {
+            let len = self.stamp_len(pool);
+            let layers = 0..self.layouts()[pool].layers;
+            self.for_each_page(pool, layers, &taken.ids, |_, _, _, page| {
+                page.write(&STAMP[..len])
+            })?;
+            self.blocks[pool].give_back(taken);
+        }
+        Ok(())
+    }
+
+    /// Pages whose stamp is broken. A page that was never used is zero.
+    fn late_writes(&self, pool: usize, ids: &[u32]) -> Result<u64> {
+        let mut late = 0;
+        let len = self.stamp_len(pool);
+        let layers = 0..self.layouts()[pool].layers;
+        self.for_each_page(pool, layers, ids, |_, _, _, page| {
+            let mut found = [0; STAMP.len()];
+            page.read(&mut found[..len])?;
+            let fresh = found[..len].iter().all(|&b| b == 0);
+            late += u64::from(!fresh && found[..len] != STAMP[..len]);
+            Ok(())
+        })?;
+        Ok(late)
+    }
+
+    fn stamp_len(&self, pool: usize) -> usize {
+        STAMP.len().min(self.layouts()[pool].page_bytes() as usize)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::load::models;
+    use kvlane_actors::Pools;
 
     #[tokio::test]
     async fn a_write_to_a_free_block_is_found_when_it_is_used_again() {
-        let pool = Pool::own(models::layout("tiny", 16).unwrap(), 8).unwrap();
-        let blocks = Blocks::new(8);
+        let layout = models::pools("tiny", 16, (0, 1)).unwrap().remove(0);
+        let model = Model::new(Pools::own(layout, 8).unwrap());
         let wait = Duration::from_secs(1);
-        let taken = blocks.take(&pool, 8, wait).await.unwrap();
-        assert!(blocks.take(&pool, 1, Duration::ZERO).await.is_err(), "all are in use");
-        blocks.give_back(&pool, taken).unwrap();
-        let taken = blocks.take(&pool, 8, wait).await.unwrap();
-        blocks.give_back(&pool, taken).unwrap();
-        pool.regions[0].memory().write_at(offset(&pool, 3, 5) + 9, &[0xff]).unwrap();
-        let e = blocks.take(&pool, 8, wait).await.err().unwrap();
+        let taken = model.take(&[8], wait).await.unwrap();
+        assert!(model.take(&[1], Duration::ZERO).await.is_err(), "all are in use");
+        model.give_back(taken).unwrap();
+        let taken = model.take(&[8], wait).await.unwrap();
+        model.give_back(taken).unwrap();
+        let map = &model.pools.maps[0];
+        let page = map.slab_address[3] + 5 * map.block_stride_bytes;
+        let at = page - model.pools.regions[0].address();
+        model.pools.regions[0].memory().write_at(at + 9, &[0xff]).unwrap();
+        let e = model.take(&[8], wait).await.err().unwrap();
         assert_eq!(e.kind(), ErrorKind::Corrupt);
         assert!(e.to_string().contains("pages=1"), "{e}");
     }

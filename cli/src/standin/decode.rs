@@ -1,5 +1,6 @@
 //! A decode leg: lends blocks, checks every byte that arrives, takes the blocks back.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use kvlane_actors::{DecodeHandle, LendRequest};
@@ -7,7 +8,7 @@ use kvlane_proto::{Error, ErrorKind, Result, RoomId, Span};
 use tokio::sync::watch;
 
 use super::Model;
-use super::blocks::offset;
+use super::blocks::Taken;
 use super::legs::{LegReply, LegRequest, abort_when_gone};
 use crate::load::content::Contents;
 
@@ -18,32 +19,31 @@ pub(super) async fn run(
     gone: watch::Receiver<bool>,
     reply: &mut LegReply,
 ) -> Result<()> {
-    let LegRequest::Decode { room, request, tokens, prefix_tokens, prefill, deadline_ms } = leg
+    let LegRequest::Decode { room, request, tokens, prefix_tokens, prefills, deadline_ms } = leg
     else {
         return Err(Error::new(ErrorKind::Internal, "not a decode leg"));
     };
     let room = RoomId(room);
     let deadline = Duration::from_millis(deadline_ms);
-    let layout = &model.pool.layout;
     let span = Span { tokens, prefix_tokens };
-    let wanted = span.blocks(layout)?;
-    let count = wanted.end - wanted.start;
-    let taken = match model.blocks.take(&model.pool, count, deadline).await {
+    let wanted =
+        model.layouts().iter().map(|l| span.blocks(l)).collect::<Result<Vec<Range<u32>>>>()?;
+    let counts: Vec<u32> = wanted.iter().map(|r| r.end - r.start).collect();
+    let taken = match model.take(&counts, deadline).await {
         Ok(taken) => taken,
         Err(e) => {
             worker.abort(room, &e.to_string()).await?;
             return Err(e);
         }
     };
-    let lent = worker
-        .lend(LendRequest { room, span, blocks: taken.list(), prefill: Some(prefill), deadline })
-        .await;
+    let blocks = taken.iter().map(Taken::list).collect();
+    let lent = worker.lend(LendRequest { room, span, blocks, prefills, deadline }).await;
     let filling = match lent {
         Ok(filling) => filling,
         // Whose they are is not known: they are not used again.
         Err(e) if e.kind() == ErrorKind::Quarantined => return Err(e),
         Err(e) => {
-            model.blocks.give_back(&model.pool, taken)?;
+            model.give_back(taken)?;
             return Err(e);
         }
     };
@@ -55,21 +55,26 @@ pub(super) async fn run(
         let model = model.clone();
         tokio::spawn(async move {
             if ending.into_blocks().await.is_ok()
-                && let Err(e) = model.blocks.give_back(&model.pool, taken)
+                && let Err(e) = model.give_back(taken)
             {
                 tracing::error!(error = %e, "blocks that came back late cannot be used");
             }
         });
         return Err(Error::new(ErrorKind::Quarantined, "the blocks are withheld")
             .with("room", room)
-            .with("blocks", count));
+            .with("blocks", counts.iter().sum::<u32>()));
     }
     if ending.outcome.is_done() {
-        let (model, ids) = (model.clone(), taken.ids.clone());
+        let model = model.clone();
+        let ids: Vec<Vec<u32>> = taken.iter().map(|t| t.ids.clone()).collect();
         let checked = tokio::task::spawn_blocking(move || {
-            check(&model, Contents::new(&model.pool.layout, request), wanted.start, &ids, tokens)
+            let mut all = Checked::default();
+            for (pool, ids) in ids.iter().enumerate() {
+                check(&model, pool, request, wanted[pool].start, ids, tokens, &mut all)?;
+            }
+            Ok::<_, Error>(all)
         });
-        let (verified, wrong, first) = checked.await.map_err(|e| {
+        let Checked { right: verified, wrong, first } = checked.await.map_err(|e| {
             Error::new(ErrorKind::Internal, "the stand-in has failed").caused_by(e)
         })??;
         reply.pages_verified = verified;
@@ -85,7 +90,7 @@ pub(super) async fn run(
         }
     }
     ending.into_blocks().await?;
-    model.blocks.give_back(&model.pool, taken)?;
+    model.give_back(taken)?;
     #[cfg(feature = "fault-injection")]
     if kvlane_actors::faults::reached("given-back") {
         std::future::pending::<()>().await;
@@ -94,36 +99,36 @@ pub(super) async fn run(
 }
 
 /// Pages that are right, pages that are not, and what is wrong with the first of those.
+#[derive(Default)]
+struct Checked {
+    right: u64,
+    wrong: u64,
+    first: Option<String>,
+}
+
 fn check(
     model: &Model,
-    contents: Contents,
+    pool: usize,
+    request: u64,
     first_block: u32,
     blocks: &[u32],
     tokens: u32,
-) -> Result<(u64, u64, Option<String>)> {
-    let pool = &model.pool;
-    let layout = &pool.layout;
-    let slabs = layout.kind.slabs();
-    let mut page = vec![0; layout.page_bytes() as usize];
-    let (mut right, mut wrong, mut first) = (0, 0, None);
-    for layer in 0..layout.layers {
-        for slab in 0..slabs {
-            for (i, &id) in blocks.iter().enumerate() {
-                let first_token = (first_block + i as u32) * layout.page_tokens;
-                let valid = (tokens - first_token).min(layout.page_tokens);
-                let at = offset(pool, (layer * slabs + slab) as usize, id);
-                pool.regions[0].memory().read_at(at, &mut page).map_err(|e| {
-                    Error::new(ErrorKind::Internal, "a page is outside its pool").caused_by(e)
-                })?;
-                match contents.check_page(layout, layer, slab, first_token, valid, &page) {
-                    Ok(()) => right += 1,
-                    Err(mismatch) => {
-                        wrong += 1;
-                        first.get_or_insert_with(|| mismatch.to_string());
-                    }
-                }
+    all: &mut Checked,
+) -> Result<()> {
+    let layout = &model.layouts()[pool];
+    let contents = Contents::new(layout, request);
+    let mut bytes = vec![0; layout.page_bytes() as usize];
+    model.for_each_page(pool, 0..layout.layers, blocks, |layer, slab, index, page| {
+        let first_token = (first_block + index as u32) * layout.page_tokens;
+        let valid = (tokens - first_token).min(layout.page_tokens);
+        page.read(&mut bytes)?;
+        match contents.check_page(layout, layer, slab, first_token, valid, &bytes) {
+            Ok(()) => all.right += 1,
+            Err(mismatch) => {
+                all.wrong += 1;
+                all.first.get_or_insert_with(|| mismatch.to_string());
             }
         }
-    }
-    Ok((right, wrong, first))
+        Ok(())
+    })
 }

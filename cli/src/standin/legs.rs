@@ -23,8 +23,8 @@ pub(crate) enum LegRequest {
         /// Seeds the contents; the same in both legs.
         request: u64,
         tokens: u32,
-        /// `cluster/role/instance/rank` of the decode worker.
-        decode: String,
+        /// `cluster/role/instance/rank` of each decode worker that fetches from this rank.
+        decodes: Vec<String>,
         /// The same of the router.
         issuer: String,
         deadline_ms: u64,
@@ -36,7 +36,8 @@ pub(crate) enum LegRequest {
         tokens: u32,
         /// Tokens that the decode has already.
         prefix_tokens: u32,
-        prefill: WorkerAddress,
+        /// The prefill workers that send to this rank.
+        prefills: Vec<WorkerAddress>,
         deadline_ms: u64,
     },
     /// How is the worker?

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use kvlane_actors::{AttachRequest, ChunkRequest, PrefillHandle, Ready, Sending};
+use kvlane_actors::{AttachRequest, ChunkRequest, PrefillHandle, Ready, Sending, Takers};
 use kvlane_proto::{BlockList, Error, ErrorKind, Identity, Result, RoomId};
 use tokio::sync::watch;
 
 use super::Model;
-use super::blocks::offset;
+use super::blocks::Taken;
 use super::legs::{LegReply, LegRequest, abort_when_gone};
 use crate::load::content::Contents;
 
@@ -18,21 +18,22 @@ pub(super) async fn run(
     gone: watch::Receiver<bool>,
     reply: &mut LegReply,
 ) -> Result<()> {
-    let LegRequest::Prefill { room, request, tokens, decode, issuer, deadline_ms } = leg else {
+    let LegRequest::Prefill { room, request, tokens, decodes, issuer, deadline_ms } = leg else {
         return Err(Error::new(ErrorKind::Internal, "not a prefill leg"));
     };
     let deadline = Duration::from_millis(deadline_ms);
-    let layout = &model.pool.layout;
+    let names = decodes.iter().map(|d| d.parse()).collect::<Result<Vec<Identity>>>()?;
     let sending = worker
         .attach(AttachRequest {
             room: RoomId(room),
             tokens,
-            decode: Some(decode.parse::<Identity>()?),
+            takers: Takers::Named(names),
             issuer: Some(issuer.parse::<Identity>()?),
             deadline,
         })
         .await?;
-    let taken = match model.blocks.take(&model.pool, layout.blocks_for(tokens), deadline).await {
+    let counts: Vec<u32> = model.layouts().iter().map(|l| l.blocks_for(tokens)).collect();
+    let taken = match model.take(&counts, deadline).await {
         Ok(taken) => taken,
         Err(e) => {
             sending.abort(&e.to_string()).await?;
@@ -41,13 +42,13 @@ pub(super) async fn run(
         }
     };
     let work = async {
-        if let Err(e) = send(&sending, model, &taken.ids, tokens, request).await {
+        if let Err(e) = send(&sending, model, &taken, tokens, request).await {
             sending.abort(&e.to_string()).await?;
             reply.error = Some(e.to_refusal());
         }
         // The room's deadline bounds both waits.
         sending.released().await?;
-        model.blocks.give_back(&model.pool, taken)?;
+        model.give_back(taken)?;
         sending.ended().await
     };
     let outcome = abort_when_gone(work, gone, sending.abort("the client hung up")).await?;
@@ -58,32 +59,38 @@ pub(super) async fn run(
 async fn send(
     sending: &Sending,
     model: &Model,
-    ids: &[u32],
+    taken: &[Taken],
     tokens: u32,
     request: u64,
 ) -> Result<()> {
-    let layout = &model.pool.layout;
-    let contents = Contents::new(layout, request);
-    for (part, layers) in chunks(tokens, layout.layers, request) {
-        if sending.poll().is_some() {
-            return Ok(());
-        }
-        let first = part.start / layout.page_tokens;
-        let end = part.end.div_ceil(layout.page_tokens);
-        let blocks = ids[first as usize..end as usize].to_vec();
-        let list = BlockList::from_ids(&blocks);
-        let (model, fill_layers, written) = (model.clone(), layers.clone(), part.end);
-        tokio::task::spawn_blocking(move || {
-            fill(&model, contents, first, &blocks, fill_layers, written)
-        })
-        .await
-        .map_err(|e| Error::new(ErrorKind::Internal, "the stand-in has failed").caused_by(e))??;
-        let chunk = ChunkRequest { tokens: part, layers, blocks: list, ready: Ready::Now };
-        match sending.send(chunk).await {
-            Ok(()) => {}
-            // It has ended meanwhile; how, is asked later.
-            Err(e) if e.kind() == ErrorKind::RoomEnded => return Ok(()),
-            Err(e) => return Err(e),
+    for (pool, taken) in taken.iter().enumerate() {
+        let layout = &model.layouts()[pool];
+        let contents = Contents::new(layout, request);
+        for (part, layers) in chunks(tokens, layout.layers, request) {
+            if sending.poll().is_some() {
+                return Ok(());
+            }
+            let first = part.start / layout.page_tokens;
+            let end = part.end.div_ceil(layout.page_tokens);
+            let blocks = taken.ids[first as usize..end as usize].to_vec();
+            let list = BlockList::from_ids(&blocks);
+            let (model, filled, written) = (model.clone(), layers.clone(), part.end);
+            tokio::task::spawn_blocking(move || {
+                fill(&model, pool, contents, first, &blocks, filled, written)
+            })
+            .await
+            .map_err(|e| {
+                Error::new(ErrorKind::Internal, "the stand-in has failed").caused_by(e)
+            })??;
+            let pool = pool as u32;
+            let chunk =
+                ChunkRequest { pool, tokens: part, layers, blocks: list, ready: Ready::Now };
+            match sending.send(chunk).await {
+                Ok(()) => {}
+                // It has ended meanwhile; how, is asked later.
+                Err(e) if e.kind() == ErrorKind::RoomEnded => return Ok(()),
+                Err(e) => return Err(e),
+            }
         }
     }
     sending.finish().await
@@ -114,30 +121,21 @@ fn chunks(
 /// Writes whole pages, as far as the prompt has got; a page that is not full yet is written again.
 fn fill(
     model: &Model,
+    pool: usize,
     contents: Contents,
     first_block: u32,
     blocks: &[u32],
     layers: std::ops::Range<u32>,
     written: u32,
 ) -> Result<()> {
-    let pool = &model.pool;
-    let layout = &pool.layout;
-    let slabs = layout.kind.slabs();
-    let mut page = vec![0; layout.page_bytes() as usize];
-    for layer in layers {
-        for slab in 0..slabs {
-            for (i, &id) in blocks.iter().enumerate() {
-                let first_token = (first_block + i as u32) * layout.page_tokens;
-                let valid = (written - first_token.min(written)).min(layout.page_tokens);
-                contents.page(layout, layer, slab, first_token, valid, &mut page);
-                let at = offset(pool, (layer * slabs + slab) as usize, id);
-                pool.regions[0].memory().write_at(at, &page).map_err(|e| {
-                    Error::new(ErrorKind::Internal, "a page is outside its pool").caused_by(e)
-                })?;
-            }
-        }
-    }
-    Ok(())
+    let layout = &model.layouts()[pool];
+    let mut bytes = vec![0; layout.page_bytes() as usize];
+    model.for_each_page(pool, layers, blocks, |layer, slab, index, page| {
+        let first_token = (first_block + index as u32) * layout.page_tokens;
+        let valid = (written - first_token.min(written)).min(layout.page_tokens);
+        contents.page(layout, layer, slab, first_token, valid, &mut bytes);
+        page.write(&bytes)
+    })
 }
 
 #[cfg(test)]

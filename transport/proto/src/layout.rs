@@ -176,17 +176,21 @@ impl Layout {
         let first = self.at.tp.0 / copies * self.kv_heads;
         Heads { first, end: first + self.kv_heads, copy: self.at.tp.0 % copies, copies }
     }
-    /// The rank's place in words.
+    /// The rank's place and the shape of its pages, in words.
     pub fn place(&self) -> String {
         let (heads, at) = (self.heads(), &self.at);
         let layers = self.first_layer..self.first_layer + self.layers;
         format!(
-            "tp {} of {}, pp {} of {}: layers {layers:?}, heads {:?}",
+            "tp {} of {}, pp {} of {}: layers {layers:?}, heads {:?}, {} tokens a page, {:?} {:?} {}",
             at.tp.0,
             at.tp.1,
             at.pp.0,
             at.pp.1,
-            heads.first..heads.end
+            heads.first..heads.end,
+            self.page_tokens,
+            self.kind,
+            self.order,
+            self.dtype,
         )
     }
     /// Bytes of one head's row.

@@ -271,10 +271,8 @@ impl Registry {
                         "one start of a worker cannot change its layout",
                     )
                     .with("worker", from)
-                    .with(
-                        "differs",
-                        fields(&Layout::pools_differ(&known.registration.pools, &r.pools)),
-                    )
+                    .with("before", places(&known.registration.pools))
+                    .with("now", places(&r.pools))
                     .hint("restart the worker, so that it has a new incarnation"));
                 }
                 epoch = known.epoch;
@@ -572,10 +570,8 @@ fn stale(from: &WorkerKey, known: &Entry) -> Error {
         .hint("stop the older process, or give the two workers different instance names or ranks")
 }
 
-fn fields(differences: &[Difference]) -> String {
-    let names: Vec<String> =
-        differences.iter().map(|d| format!("{}: {} / {}", d.field, d.here, d.there)).collect();
-    names.join("; ")
+fn places(pools: &[Layout]) -> String {
+    pools.iter().map(Layout::place).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
@@ -763,8 +759,9 @@ mod tests {
         register(&mut r, 0, &d).unwrap();
         let mut other = registration(&d);
         other.pools[0].page_tokens = 8;
+        assert_eq!(Layout::pools_differ(&other.pools, &registration(&d).pools), []);
         let e = ask(&mut r, 0, &d, Ask::Register(Box::new(other))).unwrap_err();
-        assert!(e.text.contains("page_tokens: 4 / 8"), "{e}");
+        assert!(e.text.contains(" 4 tokens a page") && e.text.contains(" 8 tokens a page"), "{e}");
     }
 
     #[test]

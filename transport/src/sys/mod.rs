@@ -6,6 +6,8 @@
 //! [`mem::Memory`] or in a Rust slice borrowed for the call.
 
 pub mod clock;
+pub mod copy;
+mod crc;
 pub mod mem;
 pub mod net;
 pub mod wait;

@@ -6,8 +6,9 @@
 //!
 //! Invariants:
 //! 1. A room joins the queues of all its prefills at one moment, so two rooms have the same order
-//!    in every queue that both are in. The room that came first is first in each of its queues:
-//!    rooms never wait for each other in a circle.
+//!    in every queue that both are in. Of the rooms whose links are all up, the one that came first
+//!    is first in each of its queues: rooms never wait for each other in a circle, and a prefill
+//!    that cannot be reached holds up its own rooms only.
 //! 2. Lanes go only to a room that is first in all its queues, from all of its links at once.
 //! 3. A lane is free, lent or down; `pair_epoch` counts how often it was lent.
 
@@ -21,6 +22,9 @@ use crate::layout::Layout;
 use crate::msg::peer::DataPath;
 use crate::msg::service::WorkerAddress;
 use crate::plan::{Share, prove_sources};
+
+/// Lanes of one link.
+pub(super) type LinkLanes = (LinkId, Vec<LaneId>);
 
 #[derive(Debug)]
 pub(super) struct Lanes {
@@ -68,6 +72,8 @@ struct Lane {
 struct Waiting {
     issuer: Option<Identity>,
     prefills: Vec<WorkerKey>,
+    /// All its prefills are linked; before that others go first.
+    linked: bool,
 }
 
 impl Link {
@@ -180,8 +186,9 @@ impl Lanes {
         if let Some(issuer) = &issuer {
             *self.waiting_by.entry(issuer.clone()).or_default() += 1;
         }
-        let prefills = prefills.iter().map(|a| a.key.clone()).collect();
-        self.waiting.insert(room, Waiting { issuer, prefills });
+        let prefills: Vec<WorkerKey> = prefills.iter().map(|a| a.key.clone()).collect();
+        let linked = self.all_linked(&prefills);
+        self.waiting.insert(room, Waiting { issuer, prefills, linked });
         unlinked
     }
     /// Takes a room out of all its queues, if it is in them.
@@ -209,9 +216,9 @@ impl Lanes {
     }
     /// Lends lanes to a room that is first in all its queues: link by link, in the order of its
     /// prefills. None when no room can have what it needs.
-    pub(super) fn take(&mut self) -> Option<(RoomId, Vec<(LinkId, Vec<LaneId>)>)> {
+    pub(super) fn take(&mut self) -> Option<(RoomId, Vec<LinkLanes>)> {
         while let Some(peer) = self.moved.pop_first() {
-            let head = self.peers.get(&peer).and_then(|p| p.queue.front().copied());
+            let head = self.head(&peer);
             let Some((room, links)) = head.and_then(|room| Some((room, self.ready(room)?))) else {
                 continue;
             };
@@ -220,10 +227,18 @@ impl Lanes {
         }
         None
     }
+    /// Whose turn it is at a prefill.
+    fn head(&self, peer: &Identity) -> Option<RoomId> {
+        let linked = |room: &RoomId| self.waiting.get(room).is_some_and(|w| w.linked);
+        self.peers.get(peer)?.queue.iter().copied().find(linked)
+    }
+    fn all_linked(&self, prefills: &[WorkerKey]) -> bool {
+        prefills.iter().all(|key| self.link_of(&key.identity).is_some())
+    }
     /// The links of a room that can have its lanes now.
     fn ready(&self, room: RoomId) -> Option<Vec<LinkId>> {
         let each = self.waiting.get(&room)?.prefills.iter().map(|key| {
-            let first = self.peers.get(&key.identity)?.queue.front() == Some(&room);
+            let first = self.head(&key.identity) == Some(room);
             let (id, link) = self.link_of(&key.identity)?;
             let fits = link.peer == *key && link.free.len() >= usize::from(self.per_room);
             (first && fits).then_some(id)
@@ -295,11 +310,19 @@ impl Lanes {
         peer.link = Some(id);
         let queue: Vec<RoomId> = peer.queue.iter().copied().collect();
         self.moved.insert(identity);
-        let refused = queue.into_iter().filter_map(|room| {
-            let waiting = self.waiting.get(&room)?;
-            self.check(&waiting.prefills).err().map(|why| (room, why))
-        });
-        refused.collect()
+        let mut refused = Vec::new();
+        for room in queue {
+            let Some(waiting) = self.waiting.get(&room) else { continue };
+            if let Err(why) = self.check(&waiting.prefills) {
+                refused.push((room, why));
+            }
+            let linked = self.all_linked(&waiting.prefills);
+            if let Some(waiting) = self.waiting.get_mut(&room).filter(|_| linked) {
+                waiting.linked = true;
+                self.moved.extend(waiting.prefills.iter().map(|key| key.identity.clone()));
+            }
+        }
+        refused
     }
     /// A link cannot be had; which rooms wait for it.
     pub(super) fn link_failed(&mut self, peer: &Identity) -> Vec<RoomId> {

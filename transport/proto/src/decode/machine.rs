@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::lanes::{Lanes, Link};
+use super::lanes::{Lanes, Link, LinkLanes};
 use super::room::{Flow, Phase, Room, Source};
 use super::{CallId, DecodeConfig, Event, Output};
 use crate::blocks::BlockList;
@@ -13,7 +13,7 @@ use crate::grants::FenceHow;
 use crate::ids::{GrantId, IdempotencyKey, LaneId, LinkId, PartId, RoomId};
 use crate::limits;
 use crate::msg::call::Reply;
-use crate::msg::peer::{Outcome, PeerMsg};
+use crate::msg::peer::{Offer, Outcome, PeerMsg};
 use crate::msg::service::Load;
 use crate::mutant::Mutant;
 use crate::plan::{Plan, Side};
@@ -23,7 +23,7 @@ use crate::time::{Backoff, Time};
 #[derive(Debug)]
 struct Withheld {
     blocks: u64,
-    lanes: Vec<(LinkId, Vec<LaneId>)>,
+    lanes: Vec<LinkLanes>,
 }
 
 /// The machine.
@@ -253,13 +253,19 @@ impl<F> Decode<F> {
 
     fn send_offer(&mut self, room: RoomId, source: usize) {
         let Some(r) = self.rooms.get(&room) else { return };
-        let Some((link, s)) = r.sources.get(source).and_then(|s| Some((s.link?, s))) else {
-            return;
+        let (Some(s), Some(lent)) = (r.sources.get(source), &r.lent) else { return };
+        let Some(link) = s.link else { return };
+        let offer = Offer {
+            room,
+            grant: r.grant,
+            issuer: r.issuer.clone(),
+            span: lent.span,
+            blocks: lent.lists.clone(),
+            lanes: self.lanes.with_epochs(link, &s.lanes),
+            credit_parts: limits::PARTS_IN_FLIGHT_PER_LANE * s.lanes.len() as u32,
+            lease_ms: self.config.grant_lease_ms,
         };
-        let lanes = self.lanes.with_epochs(link, &s.lanes);
-        if let Some(offer) = r.offer(room, lanes, self.config.grant_lease_ms) {
-            self.out.push_back(Output::Send { link, msg: PeerMsg::Offer(Box::new(offer)) });
-        }
+        self.out.push_back(Output::Send { link, msg: PeerMsg::Offer(Box::new(offer)) });
     }
 
     fn return_lanes(&mut self, room: RoomId) {

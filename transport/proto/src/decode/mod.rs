@@ -20,7 +20,7 @@
 //! 7. A grant is offered only to sources that are proved to send each layer and head exactly once.
 //!    One that is lost or gives up ends the room for all; each is told until it has heard.
 //!
-//! [`machine`] decides, [`requests`] checks what is asked, [`room`] and [`lanes`] keep.
+//! In the files: `machine` decides, `requests` checks what is asked, `room` and `lanes` keep.
 
 mod lanes;
 mod machine;

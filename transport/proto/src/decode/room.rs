@@ -5,13 +5,12 @@
 
 use std::sync::Arc;
 
-use super::lanes::names;
+use super::lanes::{LinkLanes, names};
 use super::{CallId, DecodeConfig};
 use crate::blocks::BlockList;
 use crate::error::{Blame, Error, ErrorKind};
-use crate::ids::{GrantId, IdempotencyKey, Identity, LaneId, LinkId, PartId, RoomId};
-use crate::limits;
-use crate::msg::peer::{DataPath, Offer, Outcome};
+use crate::ids::{GrantId, IdempotencyKey, Identity, LaneId, LinkId, PartId};
+use crate::msg::peer::{DataPath, Outcome};
 use crate::msg::service::WorkerAddress;
 use crate::plan::{Blocks, Plan, Span};
 use crate::time::{Backoff, Time, grantor_ms};
@@ -123,7 +122,7 @@ impl Room {
         self.flows().map(Flow::bytes).sum()
     }
     /// Takes the lanes of all sources.
-    pub(super) fn take_lanes(&mut self) -> Vec<(LinkId, Vec<LaneId>)> {
+    pub(super) fn take_lanes(&mut self) -> Vec<LinkLanes> {
         let each = self.sources.iter_mut();
         each.filter_map(|s| Some((s.link?, std::mem::take(&mut s.lanes)))).collect()
     }
@@ -169,25 +168,6 @@ impl Room {
     }
     fn flows(&self) -> impl Iterator<Item = &Flow> {
         self.sources.iter().filter_map(|s| s.flow.as_ref())
-    }
-    /// What one source is offered, on lanes with their pair epochs.
-    pub(super) fn offer(
-        &self,
-        room: RoomId,
-        lanes: Vec<(LaneId, u32)>,
-        lease_ms: u64,
-    ) -> Option<Offer> {
-        let lent = self.lent.as_ref()?;
-        Some(Offer {
-            room,
-            grant: self.grant,
-            issuer: self.issuer.clone(),
-            span: lent.span,
-            blocks: lent.lists.clone(),
-            credit_parts: limits::PARTS_IN_FLIGHT_PER_LANE * lanes.len() as u32,
-            lanes,
-            lease_ms,
-        })
     }
     /// When something is to be done, if nothing happens before.
     pub(super) fn due(&self, lease_ms: u64) -> Option<Time> {

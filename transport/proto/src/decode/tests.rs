@@ -89,6 +89,14 @@ fn reserve(m: &mut Decode<GrantId>, router: &str, reserve: Reserve) -> Option<Re
         _ => None,
     })
 }
+/// Calls that were answered, and whether with what they asked for.
+fn replies(out: &[Output<GrantId>]) -> Vec<(u64, bool)> {
+    let reply = |o: &Output<GrantId>| match o {
+        Output::Reply { call, reply } => Some((call.0, reply.is_ok())),
+        _ => None,
+    };
+    out.iter().filter_map(reply).collect()
+}
 fn outputs(m: &mut Decode<GrantId>) -> Vec<Output<GrantId>> {
     std::iter::from_fn(|| m.poll_output()).collect()
 }
@@ -508,26 +516,42 @@ fn opposite_orders_do_not_block_each_other_and_lanes_come_back_to_both() {
 }
 
 #[test]
-fn one_that_waits_for_two_holds_its_place_and_leaves_both_when_it_is_refused() {
-    let mut m: Decode<GrantId> = Decode::new(config());
-    link_up(&mut m, LINK, DataPath::ReceiverCopies, 1, small_layout());
-    assert_eq!(reserve(&mut m, "r", reservation(1, halves())), None);
-    assert_eq!(reserve(&mut m, "s", reservation(2, vec![rank(0)])), None);
-    assert_eq!((m.load().queued, m.load().free_lanes), (2, 1), "first come first served");
+fn a_prefill_that_cannot_be_reached_holds_up_its_own_rooms_only() {
+    let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
+    let elsewhere = rank(3);
+    assert_eq!(reserve(&mut m, "r", reservation(1, vec![rank(0), elsewhere.clone()])), None);
+    // The second goes first, since the first has a link to come.
+    assert_eq!(reserve(&mut m, "s", reservation(2, halves())), None);
+    assert_eq!((m.load().queued, m.load().free_lanes), (1, 0));
+    assert_eq!(reserve(&mut m, "t", reservation(3, halves())), None);
+    // Its refusal leaves nothing of it.
     let why = Refusal::new(ErrorKind::PeerLost, "no answer");
-    let peer = rank(1).key.identity;
-    m.handle_event(at(1), Event::LinkFailed { peer, why });
-    let out = outputs(&mut m);
-    let replies: Vec<_> = out
-        .iter()
-        .filter_map(|o| match o {
-            Output::Reply { call, reply } => Some((call.0, reply.is_ok())),
-            _ => None,
-        })
-        .collect();
-    assert_eq!(replies, [(1, false), (2, true)]);
-    assert_eq!((m.load().queued, m.load().free_lanes), (0, 0));
-    assert!(m.lent_lanes().all(|(link, _, room)| (link, room) == (LINK, RoomId(2))));
+    m.handle_event(at(1), Event::LinkFailed { peer: elsewhere.key.identity, why });
+    assert_eq!(replies(&outputs(&mut m)), [(1, false)]);
+    assert_eq!((m.load().queued, m.load().free_lanes), (1, 0));
+    assert!(m.lent_lanes().all(|lent| lent.2 == RoomId(2)));
+}
+
+#[test]
+fn once_its_links_are_up_a_room_that_waits_for_one_source_is_not_overtaken_at_the_other() {
+    let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
+    let elsewhere = LinkId(3);
+    reserve(&mut m, "r", reservation(1, vec![rank(0), rank(3)]));
+    reserve(&mut m, "s", reservation(2, halves()));
+    reserve(&mut m, "t", reservation(3, halves()));
+    let path = DataPath::ReceiverCopies;
+    let pools: Arc<[Layout]> = [half(1)].into();
+    let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
+    let peer = rank(3).key;
+    m.handle_event(at(1), Event::LinkUp { link: elsewhere, peer, path, lanes: 1, share, pools });
+    m.handle_event(at(1), Event::LaneDown { link: elsewhere, lane: LaneId(0) });
+    m.handle_event(at(1), Event::AbortLocal { room: RoomId(2), why: "test".into() });
+    outputs(&mut m);
+    // The lanes of the second are free, and the first is before the third at one of them.
+    assert_eq!((m.load().queued, m.load().free_lanes), (2, 2));
+    m.handle_event(at(2), Event::LaneUp { link: elsewhere, lane: LaneId(0) });
+    assert_eq!(replies(&outputs(&mut m)), [(1, true)]);
+    assert_eq!((m.load().queued, m.load().free_lanes), (1, 1));
 }
 
 #[test]

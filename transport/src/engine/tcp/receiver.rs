@@ -117,15 +117,16 @@ impl Inbound {
         over.map_or(Ok(moved), Err)
     }
 
-    /// One receive; says whether there may be more.
+    /// One receive; says whether there may be more. Something must have moved if bytes came.
     fn step(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
         let Some(frame) = self.frame.take() else {
             match sort((&self.stream).read(&mut self.header[self.have..]))? {
                 Io::Later => return Ok(false),
                 Io::Some(n) => self.have += n,
             }
+            let more = self.have == HEADER_BYTES;
             self.begin_if_whole(turn)?;
-            return Ok(true);
+            return Ok(more);
         };
         match frame.fate {
             Fate::Land { target, crc } => self.land(turn, frame.header, target, crc),
@@ -188,8 +189,10 @@ impl Inbound {
             metrics::counter!("kvlane_tcp_received_bytes_total").increment(header.bytes.into());
             self.arrived(turn, &header, &target);
         }
+        // There was room for a whole header, so less is all there is; the ack need not wait.
+        let more = self.have == HEADER_BYTES;
         self.begin_if_whole(turn)?;
-        Ok(true)
+        Ok(more)
     }
 
     /// Once a header is whole: decides what becomes of its frame.
