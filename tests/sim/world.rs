@@ -1,9 +1,9 @@
 //! The world of one seed: nodes with clocks of their own, one heap of events, and the loop.
 //!
-//! A node is one rank of an instance, or a router. Every node runs the real machines. What they put out becomes events of the network
-//! (`network.rs`), of the engines (`engines.rs`) or of the serving engines and routers
-//! (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash map where the
-//! order would show, so the same seed is the same run.
+//! A node is one rank of an instance, or a router. Workers run the real machines. What they put out
+//! becomes events of the network (`network.rs`), of the engines (`engines.rs`) or of the serving
+//! engines and routers (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash
+//! map where the order would show, so the same seed is the same run.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
