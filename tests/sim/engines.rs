@@ -258,7 +258,7 @@ impl World {
     /// Whether anything that was posted for a grant may still read the source, and would count.
     pub(crate) fn reads_source(&self, sid: usize, grant: GrantId) -> bool {
         let memory = self.sessions[sid].kind == Kind::Memory;
-        let reads = |c: &crate::engines::Conn| if memory { c.alive[0] } else { c.alive[1] };
+        let reads = |c: &Conn| if memory { c.alive[0] } else { c.alive[1] };
         let stale = memory && self.bumped.contains(&(sid, grant));
         !stale
             && self.conns.iter().any(|c| {

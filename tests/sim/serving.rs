@@ -972,7 +972,8 @@ impl World {
                 if why.kind == ErrorKind::PeerLost && sids.len() > 1 {
                     self.hit_all(&[C::SourceLost], &kinds);
                 }
-                let complete = !sids.is_empty() && arrived == parts;
+                // What a prefill says may be of the other use of the number.
+                let complete = !sids.is_empty() && arrived == parts && !self.is_used_twice(room);
                 if why.kind == ErrorKind::Incomplete && complete && why.text.contains("ended early")
                 {
                     self.fails(Inv::TrueReason, || format!("{room} has all its parts: {why}"));
@@ -1351,7 +1352,7 @@ impl World {
             .collect();
         let all = takers.iter().all(|d| done.contains(d));
         // A leg that takes whoever comes may hear of the other use of its number.
-        let other = !named && self.jobs.iter().filter(|j| j.room == room).count() > 1;
+        let other = !named && self.is_used_twice(room);
         let kinds = self.kinds(sids);
         match outcome {
             Outcome::Done { .. } => {
@@ -1390,6 +1391,9 @@ impl World {
         self.drain_link(sid, side);
     }
 
+    fn is_used_twice(&self, room: RoomId) -> bool {
+        self.jobs.iter().filter(|j| j.room == room).count() > 1
+    }
     fn named(&self, prefill: usize) -> String {
         format!("prefill={}", self.hosts[prefill].identity)
     }

@@ -1,9 +1,9 @@
 //! The world of one seed: nodes with clocks of their own, one heap of events, and the loop.
 //!
-//! Every node runs the real machines. What they put out becomes events of the network
-//! (`network.rs`), of the engines (`engines.rs`) or of the serving engines and routers
-//! (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash map where the
-//! order would show, so the same seed is the same run.
+//! A node is one rank of an instance, or a router. Workers run the real machines. What they put out
+//! becomes events of the network (`network.rs`), of the engines (`engines.rs`) or of the serving
+//! engines and routers (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash
+//! map where the order would show, so the same seed is the same run.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -30,7 +30,7 @@ use crate::network::Session;
 use crate::pools::{Geometry, Ids, Memory};
 use crate::rng::Rng;
 use crate::serving::{Act, DRoom, Job, PRoom};
-use crate::shapes::{Route, Shapes, TOKENS_MAX};
+use crate::shapes::{Ranks, Route, Shapes, TOKENS_MAX};
 
 /// The engine's proof that a grant is fenced. The forged one belongs to the machine without fence.
 #[derive(Debug)]
@@ -299,7 +299,7 @@ impl World {
             active_ns: rng.ms(1_000, 3_500),
         };
         let nr = rng.range(1, 2) as usize;
-        let count = |of: &[crate::shapes::Ranks]| of.iter().map(Vec::len).sum::<usize>();
+        let count = |of: &[Ranks]| of.iter().map(Vec::len).sum::<usize>();
         let (nd, np) = (count(&shapes.decodes), count(&shapes.prefills));
         let trigger = (!calm && rng.per_mille(350))
             .then(|| (rng.range(0, 2) as usize, rng.range(0, 7) as usize));
@@ -945,7 +945,7 @@ impl World {
 }
 
 /// The ranks of each instance, where all stand in a row.
-fn ranges(instances: &[crate::shapes::Ranks]) -> Vec<Range<usize>> {
+fn ranges(instances: &[Ranks]) -> Vec<Range<usize>> {
     let mut next = 0;
     let each = instances.iter().map(|ranks| {
         next += ranks.len();
