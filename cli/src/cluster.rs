@@ -160,6 +160,10 @@ impl Cluster {
             tokio::time::sleep(LOOK).await;
         }
     }
+    /// `e`, unless it comes of one of them having died: that shows within a moment.
+    pub(crate) async fn explain(&mut self, e: Error) -> Error {
+        tokio::time::timeout(5 * LOOK, self.died()).await.unwrap_or(e)
+    }
     /// Ends all of them, the newest first; each must end well.
     ///
     /// # Errors

@@ -36,8 +36,14 @@ pub(crate) enum What {
 /// Whatever keeps a row from being measured, and a process that has died.
 pub(crate) async fn run(what: What, json: bool, interrupt: &mut Interrupt) -> Result<bool> {
     let mut cluster = Cluster::new("bench")?;
+    let measured = async {
+        match measure(what, &mut cluster).await {
+            Ok(rows) => Ok(rows),
+            Err(e) => Err(cluster.explain(e).await),
+        }
+    };
     let measured = tokio::select! {
-        rows = measure(what, &mut cluster) => Some(rows),
+        rows = measured => Some(rows),
         () = interrupt.came() => None,
     };
     // Also after a failure: nobody is left behind.
