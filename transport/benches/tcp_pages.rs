@@ -4,7 +4,8 @@
 //! three sizes of a call, of which the best counts. The engine is two driver threads over one lane,
 //! parts of 1 MiB, each acknowledged. Both use the same pools. Repetitions are interleaved, so that
 //! what else the machine does hits all alike; medians are compared. Prints the tables of
-//! `docs/performance.md`. First argument: repetitions (default 15).
+//! `docs/performance.md`. Arguments: repetitions (default 15), and which of `pages`, `resolve` and
+//! `trips` to do (default all).
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -22,7 +23,7 @@ use kvlane_proto::{
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
 use kvlane_transport::engine::{Command, EngineEvent, FenceHow, OpenGrant, OpenSource, Post};
-use kvlane_transport::memory::Region;
+use kvlane_transport::memory::{Region, Registry};
 use kvlane_transport::sys::mem::Pages;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -397,6 +398,30 @@ impl Bench {
         Ok(())
     }
 
+    /// From a part's blocks, at random, to entries that the kernel takes.
+    fn resolve(&mut self) -> Outcome<()> {
+        let mut registry = Registry::new(&[Device::Host]);
+        registry.register(&self.src)?;
+        let (plan, _) = self.plans(&layout(4096), 1 << 15, PART_BYTES)?;
+        let parts = plan.grid().parts();
+        let mut into = Pages::default();
+        let mut ns: Vec<f64> = Vec::new();
+        for _ in 0..=self.reps {
+            let start = Instant::now();
+            for part in 0..parts {
+                registry.resolve_part(&plan.pages(PartId(part))?, &mut into)?;
+                std::hint::black_box(&into);
+            }
+            ns.push(start.elapsed().as_secs_f64() * 1e9 / f64::from(plan.grid().blocks()));
+        }
+        println!(
+            "From blocks to entries of a scatter call: {:.1} ns a page",
+            quantile(&mut ns, 0.5)
+        );
+        println!();
+        Ok(())
+    }
+
     /// How long one page and its ack take.
     fn trips(&mut self) -> Outcome<()> {
         println!("| one 4 KiB page and its ack | raw p50 / p99 µs | engine p50 / p99 µs |");
@@ -443,6 +468,9 @@ fn main() -> Outcome<()> {
     let mut bench = Bench { src, dst, raw, engines, summed, seed, reps };
     if wanted("pages") {
         bench.rates()?;
+    }
+    if wanted("resolve") {
+        bench.resolve()?;
     }
     if wanted("trips") {
         bench.trips()?;
