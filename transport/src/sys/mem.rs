@@ -12,6 +12,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
+use super::share::seal;
+
 /// Most entries of one scatter call (`UIO_MAXIOV`).
 const IOV_MAX: usize = 1024;
 
@@ -46,7 +48,7 @@ pub struct Memory {
 impl Memory {
     /// A zeroed shared mapping of a new memfd, so that a peer on this host can be given it. Its
     /// length is sealed: whoever has the descriptor cannot shorten it, which would make every access
-    /// of ours to what is gone a SIGBUS.
+    /// of ours to what is gone a SIGBUS. Nor can they write it: this is the only writable mapping.
     ///
     /// `populate` touches every page now: the first touch of 256 MiB costs 14 ms, which should not
     /// be charged to the first room. Without it the mapping is sparse.
@@ -71,11 +73,6 @@ impl Memory {
         if unsafe { libc::ftruncate(fd.as_raw_fd(), size) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-        // SAFETY: plain call on a descriptor we own.
-        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
         let flags = libc::MAP_SHARED | if populate { libc::MAP_POPULATE } else { 0 };
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing of ours.
@@ -84,7 +81,11 @@ impl Memory {
         if at == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self { address: at as u64, bytes, fd: Some(fd) })
+        let memory = Self { address: at as u64, bytes, fd: Some(fd) };
+        if let Some(fd) = memory.fd() {
+            seal(fd, true)?;
+        }
+        Ok(memory)
     }
     /// A range that somebody else owns.
     pub fn borrowed(range: HostRange) -> Self {
@@ -239,9 +240,9 @@ unsafe fn crc_of(mut crc: u32, address: u64, bytes: u64) -> u32 {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Extent {
-    address: u64,
-    bytes: u64,
+pub(super) struct Extent {
+    pub(super) address: u64,
+    pub(super) bytes: u64,
 }
 
 /// Pages in wire order with a cursor: what is still to be moved.
@@ -306,7 +307,7 @@ impl Pages {
         }
     }
     /// What is left, piece by piece, up to `bytes` bytes.
-    fn window(&self, bytes: u64) -> impl Iterator<Item = Extent> + '_ {
+    pub(super) fn window(&self, bytes: u64) -> impl Iterator<Item = Extent> + '_ {
         let mut skip = self.within;
         let mut room = bytes;
         self.extents[self.next.min(self.extents.len())..].iter().map_while(move |e| {
