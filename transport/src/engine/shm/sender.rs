@@ -439,8 +439,11 @@ impl Outbound {
                 self.current = self.begin(turn, post);
             }
             // A pool that its pages may lie in is announced first.
-            if !self.says.is_empty() && !(self.say(turn.serves.shared())? && self.says.is_empty()) {
-                break;
+            if !self.says.is_empty() {
+                self.say(turn.serves.shared())?;
+                if !self.says.is_empty() {
+                    break;
+                }
             }
             let (Some(current), Phase::Up { ring, .. }) = (&mut self.current, &mut self.phase)
             else {
