@@ -65,6 +65,11 @@ impl Region {
         }
         Ok(Arc::new(Self { memory: Arc::new(memory), numa_node: numa_node() }))
     }
+    /// The same range as if the serving engine owned it: see [`Memory::alias`].
+    pub fn alias(of: &Self) -> Arc<Self> {
+        let memory = Arc::new(Memory::alias(&of.memory));
+        Arc::new(Self { memory, numa_node: of.numa_node })
+    }
     /// The device that the addresses are of.
     pub fn device(&self) -> Device {
         Device::Host

@@ -105,6 +105,27 @@ impl Pages {
         Ok(())
     }
 
+    /// Copies pages from one list to another by libc's `memcpy`, as long as both have some: what
+    /// engines are measured against. Not for memory that a peer may write.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidInput`] if two pages overlap.
+    pub fn memcpy_from(&mut self, from: &mut Pages) -> io::Result<()> {
+        loop {
+            let (to, at) = (self.window(u64::MAX).next(), from.window(u64::MAX).next());
+            let (Some(to), Some(at)) = (to, at) else { return Ok(()) };
+            let n = to.bytes.min(at.bytes);
+            if to.address.abs_diff(at.address) < n {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            // SAFETY: both pieces lie in memory that their lists keep alive, and do not overlap. The
+            // C library works on raw addresses; there is no reference to either.
+            unsafe { libc::memcpy(to.address as *mut _, at.address as *const _, n as usize) };
+            self.advance(n);
+            from.advance(n);
+        }
+    }
+
     /// One `process_vm_readv` of ranges of another process's memory into the next pages; gives the
     /// bytes that it copied and steps over them. With `crc`, goes on with the CRC32C of what was
     /// stored. The kernel checks the other side's addresses.

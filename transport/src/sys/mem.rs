@@ -43,6 +43,8 @@ pub struct Memory {
     bytes: u64,
     /// Own mapping; unmapped on drop.
     fd: Option<OwnedFd>,
+    /// Whose range it is, where that is known.
+    _of: Option<Arc<Memory>>,
 }
 
 impl Memory {
@@ -81,7 +83,7 @@ impl Memory {
         if at == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let memory = Self { address: at as u64, bytes, fd: Some(fd) };
+        let memory = Self { address: at as u64, bytes, fd: Some(fd), _of: None };
         if let Some(fd) = memory.fd() {
             seal(fd, true)?;
         }
@@ -89,7 +91,12 @@ impl Memory {
     }
     /// A range that somebody else owns.
     pub fn borrowed(range: HostRange) -> Self {
-        Self { address: range.address, bytes: range.bytes, fd: None }
+        Self { address: range.address, bytes: range.bytes, fd: None, _of: None }
+    }
+    /// The same range without its descriptor, as if it had been borrowed: a stand-in for memory of
+    /// others, for tests and measurements.
+    pub fn alias(of: &Arc<Self>) -> Self {
+        Self { address: of.address, bytes: of.bytes, fd: None, _of: Some(of.clone()) }
     }
     /// First address.
     pub fn address(&self) -> u64 {
