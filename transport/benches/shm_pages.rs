@@ -25,21 +25,28 @@ use kvlane_transport::memory::Region;
 
 struct Bench {
     src: Arc<Region>,
-    /// `src` by its address, as if somebody else owned it.
+    /// Without a descriptor, as if somebody else owned it.
     foreign: Arc<Region>,
     dst: Arc<Region>,
     seed: u64,
 }
 
 impl Bench {
-    fn plans(&mut self, l: &Layout, n: usize, part_bytes: u64) -> Outcome<(Arc<Plan>, Arc<Plan>)> {
+    fn plans(
+        &mut self,
+        foreign: bool,
+        l: &Layout,
+        n: usize,
+        part_bytes: u64,
+    ) -> Outcome<(Arc<Plan>, Arc<Plan>)> {
         let blocks = (POOL_BYTES / u64::from(l.page_bytes())) as u32;
         let from = random_ids(&mut self.seed, blocks, n);
         let to = random_ids(&mut self.seed, blocks, n);
-        Ok((plan(&self.src, l, &from, part_bytes)?, plan(&self.dst, l, &to, part_bytes)?))
+        let src = if foreign { &self.foreign } else { &self.src };
+        Ok((plan(src, l, &from, part_bytes)?, plan(&self.dst, l, &to, part_bytes)?))
     }
     fn memcpy(&mut self, l: &Layout, n: usize) -> Outcome<Duration> {
-        let (from, to) = self.plans(l, n, PART_BYTES)?;
+        let (from, to) = self.plans(false, l, n, PART_BYTES)?;
         let (mut from, mut to) = (pages(&self.src, &from)?, pages(&self.dst, &to)?);
         let start = Instant::now();
         to.memcpy_from(&mut from)?;
@@ -59,10 +66,11 @@ fn main() -> Outcome<()> {
     let reps = std::env::args().skip(1).find_map(|a| a.parse().ok()).unwrap_or(15usize);
     let (src, dst) = (Region::memfd(POOL_BYTES)?, Region::memfd(POOL_BYTES)?);
     src.memory().fill(0, POOL_BYTES, 1)?;
-    let foreign = Region::alias(&src);
+    let foreign = Region::private(POOL_BYTES)?;
+    foreign.memory().fill(0, POOL_BYTES, 1)?;
     let mut bench = Bench { src, foreign, dst, seed: 0x2545_f491_4f6c_dd1d };
     let mut kinds = [(false, false), (false, true), (true, false)]
-        .map(|(foreign, checksum)| bench.engines(foreign, checksum));
+        .map(|(foreign, checksum)| (foreign, bench.engines(foreign, checksum)));
 
     println!(
         "| page | pages | memcpy GB/s | own pools GB/s | own / memcpy | with checksum | foreign pools |"
@@ -78,9 +86,9 @@ fn main() -> Outcome<()> {
         for rep in 0..=reps {
             let took = bench.memcpy(&l, n)?;
             rates[0].push(gb / took.as_secs_f64());
-            for (engines, rates) in kinds.iter_mut().zip(&mut rates[1..]) {
+            for ((foreign, engines), rates) in kinds.iter_mut().zip(&mut rates[1..]) {
                 let engines = engines.as_mut().map_err(|e| e.to_string())?;
-                let (from, to) = bench.plans(&l, n, PART_BYTES)?;
+                let (from, to) = bench.plans(*foreign, &l, n, PART_BYTES)?;
                 rates.push(gb / engines.run(&from, to)?.as_secs_f64());
             }
             if rep == 0 {
@@ -104,10 +112,11 @@ fn main() -> Outcome<()> {
         let pause = Duration::from_micros(pause_us);
         let mut columns = Vec::new();
         for kind in [0, 2] {
-            let engines = kinds[kind].as_mut().map_err(|e| e.to_string())?;
+            let (foreign, engines) = &mut kinds[kind];
+            let engines = engines.as_mut().map_err(|e| e.to_string())?;
             let mut us = Vec::new();
             for rep in 0..=reps {
-                let (from, to) = bench.plans(&l, 500, 4096)?;
+                let (from, to) = bench.plans(*foreign, &l, 500, 4096)?;
                 let took = engines.trips(&from, to, pause)?;
                 if rep > 0 {
                     us.extend(took.iter().map(|d| d.as_secs_f64() * 1e6));
@@ -117,7 +126,7 @@ fn main() -> Outcome<()> {
         }
         println!("| {name} | {} |", columns.join(" | "));
     }
-    for engines in kinds.into_iter().flatten() {
+    for engines in kinds.into_iter().flat_map(|(_, engines)| engines) {
         engines.tx.stop();
         engines.rx.stop();
     }

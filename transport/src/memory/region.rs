@@ -65,10 +65,18 @@ impl Region {
         }
         Ok(Arc::new(Self { memory: Arc::new(memory), numa_node: numa_node() }))
     }
-    /// The same range as if the serving engine owned it: see [`Memory::alias`].
-    pub fn alias(of: &Self) -> Arc<Self> {
-        let memory = Arc::new(Memory::alias(&of.memory));
-        Arc::new(Self { memory, numa_node: of.numa_node })
+    /// A zeroed host pool of our own that has no descriptor, as if the serving engine had allocated
+    /// it; every page touched now.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Memory`] with the length and what the kernel said.
+    pub fn private(bytes: u64) -> Result<Arc<Self>> {
+        let memory = Memory::private(bytes).map_err(|e| {
+            Error::new(ErrorKind::Memory, "the kernel gave no memory")
+                .with("bytes", bytes)
+                .caused_by(e)
+        })?;
+        Ok(Arc::new(Self { memory: Arc::new(memory), numa_node: numa_node() }))
     }
     /// The device that the addresses are of.
     pub fn device(&self) -> Device {

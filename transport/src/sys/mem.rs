@@ -42,9 +42,8 @@ pub struct Memory {
     address: u64,
     bytes: u64,
     /// Own mapping; unmapped on drop.
+    own: bool,
     fd: Option<OwnedFd>,
-    /// Whose range it is, where that is known.
-    _of: Option<Arc<Memory>>,
 }
 
 impl Memory {
@@ -83,7 +82,7 @@ impl Memory {
         if at == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let memory = Self { address: at as u64, bytes, fd: Some(fd), _of: None };
+        let memory = Self { address: at as u64, bytes, own: true, fd: Some(fd) };
         if let Some(fd) = memory.fd() {
             seal(fd, true)?;
         }
@@ -91,12 +90,23 @@ impl Memory {
     }
     /// A range that somebody else owns.
     pub fn borrowed(range: HostRange) -> Self {
-        Self { address: range.address, bytes: range.bytes, fd: None, _of: None }
+        Self { address: range.address, bytes: range.bytes, own: false, fd: None }
     }
-    /// The same range without its descriptor, as if it had been borrowed: a stand-in for memory of
-    /// others, for tests and measurements.
-    pub fn alias(of: &Arc<Self>) -> Self {
-        Self { address: of.address, bytes: of.bytes, fd: None, _of: Some(of.clone()) }
+    /// Zeroed memory of our own without a descriptor, every page touched now: what most other
+    /// allocators give.
+    ///
+    /// # Errors
+    /// What mmap said; a length of zero is EINVAL.
+    pub fn private(bytes: u64) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing of ours.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { address: at as u64, bytes, own: true, fd: None })
     }
     /// First address.
     pub fn address(&self) -> u64 {
@@ -194,7 +204,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.fd.is_some() {
+        if self.own {
             // SAFETY: this is our own mapping, unmapped once; every list of pages that points into
             // it holds an `Arc` of this value, so none is left.
             unsafe { libc::munmap(self.address as *mut libc::c_void, self.bytes as usize) };

@@ -11,6 +11,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::copy::prefetch_line;
+
 /// Most separate pieces of data that are looked for in a sparse import.
 const EXTENTS_MAX: usize = 4096;
 /// Bytes that are made ready between two looks at whether to go on.
@@ -114,6 +116,10 @@ impl Words {
         // SAFETY: `len` words of 8 bytes are mapped, at a page's start, as long as `self` lives, and
         // cannot be shortened. Atomics are the one kind of reference that bears other writers.
         unsafe { std::slice::from_raw_parts(self.address as *const AtomicU64, self.len) }
+    }
+    /// Asks for the line of a word that is read soon.
+    pub fn prefetch(&self, index: usize) {
+        prefetch_line(self.address.wrapping_add(index as u64 * 8));
     }
     /// The descriptor, for a peer.
     pub fn fd(&self) -> BorrowedFd<'_> {

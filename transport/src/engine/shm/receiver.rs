@@ -7,7 +7,6 @@
 //! last byte was copied; a part of a grant that is not open, or was changed, or lies elsewhere, is
 //! refused without ending the lane; a ring or message that breaks the rules ends the lane.
 
-use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -54,6 +53,21 @@ enum Pool {
     Mapped(Arc<Import>),
     /// At an address of the sender's process.
     Foreign { address: u64, bytes: u64 },
+}
+
+/// The pools of a lane, few and mostly one: a list is faster than a map.
+#[derive(Default)]
+struct Pools(Vec<(u32, Pool)>);
+
+impl Pools {
+    fn at(&self, id: u32) -> Option<&Pool> {
+        self.0.iter().find(|(pool, _)| *pool == id).map(|(_, pool)| pool)
+    }
+    fn remove(&mut self, id: u32) -> bool {
+        let before = self.0.len();
+        self.0.retain(|(pool, _)| *pool != id);
+        self.0.len() < before
+    }
 }
 
 /// What a part's bytes are for.
@@ -103,7 +117,7 @@ pub(super) struct Inbound {
     /// Imports that are not ready.
     waiting: Vec<Done>,
     shared: Option<(ReceiverRing, ReadWords)>,
-    pools: HashMap<u32, Pool>,
+    pools: Pools,
     /// The part that is being copied.
     frame: Option<Frame>,
     /// Extents of the latest slot that have not been gathered, last first.
@@ -131,7 +145,7 @@ impl Inbound {
             deadline: now.plus_ms(limits::HANDSHAKE_MS),
             waiting: Vec::new(),
             shared: None,
-            pools: HashMap::new(),
+            pools: Pools::default(),
             frame: None,
             rest: Vec::new(),
             pages: Pages::default(),
@@ -149,7 +163,7 @@ impl Inbound {
     }
     /// Whether a pool of this lane is this import.
     pub(super) fn has(&self, import: &Arc<Import>) -> bool {
-        self.pools.values().any(|p| matches!(p, Pool::Mapped(i) if Arc::ptr_eq(i, import)))
+        self.pools.0.iter().any(|(_, p)| matches!(p, Pool::Mapped(i) if Arc::ptr_eq(i, import)))
     }
     /// Ready to sleep: says so to the sender, and gives when to look again.
     pub(super) fn park(&self) -> Option<Time> {
@@ -292,10 +306,10 @@ impl Inbound {
                 self.shared = Some((ring, ReadWords::import(serves, SERVES).map_err(bad)?));
             }
             Message::Pool { id, address, bytes } if self.shared.is_some() => {
-                if self.pools.len() >= POOLS_MAX {
+                if self.pools.0.len() >= POOLS_MAX {
                     return Err((Turned::Pools, format!("more than {POOLS_MAX} pools")));
                 }
-                if self.pools.contains_key(&id) {
+                if self.pools.at(id).is_some() {
                     return order("a pool's number twice");
                 }
                 let pool = match fds.pop() {
@@ -307,9 +321,9 @@ impl Inbound {
                     }
                     _ => return order("a pool that cannot be"),
                 };
-                self.pools.insert(id, pool);
+                self.pools.0.push((id, pool));
             }
-            Message::Forget { id } if self.pools.remove(&id).is_some() => {}
+            Message::Forget { id } if self.pools.remove(id) => {}
             Message::Begin if self.shared.is_some() && matches!(self.stage, Stage::Sharing) => {
                 // Half of the time; what is not ready then is slower, not wrong.
                 let until = turn.now.plus_ms(limits::HANDSHAKE_MS / 2);
@@ -347,7 +361,7 @@ impl Inbound {
         let Some(mut frame) = self.frame.take() else { return Ok(true) };
         let moved = self.gather(turn, &mut frame)?;
         if self.batch.bytes > 0 {
-            self.copy(turn, &mut frame);
+            self.copy(&mut frame);
         }
         if frame.extents > 0 || !self.rest.is_empty() {
             self.frame = Some(frame);
@@ -436,11 +450,11 @@ impl Inbound {
                 continue;
             };
             // A pool that is not known may have been announced just now.
-            if !self.pools.contains_key(&extent.pool) {
+            if self.pools.at(extent.pool).is_none() {
                 self.hear(turn)?;
             }
             let most = (COPY_BYTES - self.batch.bytes).min(extent.bytes.into());
-            let taken = match self.pools.get(&extent.pool) {
+            let taken = match self.pools.at(extent.pool) {
                 Some(Pool::Mapped(import)) => {
                     if !self.batch.ranges.is_empty() {
                         self.rest.push(extent);
@@ -466,7 +480,7 @@ impl Inbound {
                     .with("pool", extent.pool)
                     .with("offset", extent.offset)
                     .with("bytes", extent.bytes)
-                    .with("pools", self.pools.len());
+                    .with("pools", self.pools.0.len());
                 self.refuse(frame, Status::NoSource, why);
                 continue;
             }
@@ -482,7 +496,7 @@ impl Inbound {
     }
 
     /// Copies the batch while the pen is held.
-    fn copy(&mut self, turn: &mut Turn<'_>, frame: &mut Frame) {
+    fn copy(&mut self, frame: &mut Frame) {
         let Fate::Land { target, crc } = &mut frame.fate else { return };
         let Some(held) = target.hold() else {
             let why = Error::new(ErrorKind::NotFound, "the grant was fenced while a part came in");
@@ -513,7 +527,6 @@ impl Inbound {
         }
         let found = says(wanted);
         drop(held);
-        let _ = turn;
         if found != Some(wanted.value) {
             let why =
                 Error::new(ErrorKind::RoomEnded, "the sender stopped the grant during a copy")
