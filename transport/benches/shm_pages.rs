@@ -12,15 +12,18 @@
 mod engines;
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use engines::{Engines, Outcome, POOL_BYTES, layout, pages, plan, quantile, random_ids};
 
-use kvlane_proto::Plan;
 use kvlane_proto::layout::Layout;
 use kvlane_proto::limits::PART_BYTES;
-use kvlane_transport::engine::Engine;
+use kvlane_proto::{GrantId, Identity, Incarnation, LaneId, LinkId, PartId, Plan, Role, WorkerKey};
+use kvlane_transport::clock::now;
+use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
+use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow, OpenGrant, Post};
 use kvlane_transport::memory::Region;
 
 struct Bench {
@@ -58,6 +61,87 @@ impl Bench {
         };
         let src = if foreign { &self.foreign } else { &self.src };
         Engines::new((engine()?, engine()?), src, &self.dst)
+    }
+}
+
+fn both(us: &mut [f64]) -> String {
+    format!("{:.1} / {:.1}", quantile(us, 0.5), quantile(us, 0.99))
+}
+
+/// A sender that this thread polls and polls, so that only the receiver sleeps.
+struct Hand {
+    tx: ShmEngine,
+    rx: EngineHandle,
+    grant: u64,
+}
+
+const LINK: LinkId = LinkId(1);
+
+impl Hand {
+    fn new(src: &Arc<Region>, dst: &Arc<Region>) -> Outcome<Self> {
+        let (say, said) = channel();
+        let on_rx = Box::new(move |events: Vec<EngineEvent>| {
+            // Once connected, nobody listens any more.
+            events.into_iter().for_each(|e| drop(say.send(e)));
+        });
+        let mut tx = ShmEngine::new(ShmConfig::default())?;
+        let rx = spawn(Box::new(ShmEngine::new(ShmConfig::default())?), on_rx)?;
+        tx.register(src)?;
+        rx.register(dst)?;
+        let peer = WorkerKey {
+            identity: Identity::new("bench", Role::Decode, "i", 0)?,
+            incarnation: Incarnation([0; 16]),
+        };
+        let listen =
+            |receiver| Command::Listen { link: LINK, peer: peer.clone(), lanes: 1, receiver };
+        rx.send(listen(true))?;
+        let EngineEvent::Local { blob, .. } = said.recv_timeout(Duration::from_secs(5))? else {
+            return Err("no blob".into());
+        };
+        tx.command(now(), listen(false));
+        tx.command(now(), Command::Connect { link: LINK, remote: blob?, map: None });
+        let mut hand = Self { tx, rx, grant: 0 };
+        hand.until(|e| matches!(e, EngineEvent::LaneUp { .. }))?;
+        Ok(hand)
+    }
+    fn until(&mut self, want: impl Fn(&EngineEvent) -> bool) -> Outcome<()> {
+        let (start, mut events) = (Instant::now(), Vec::new());
+        while !events.iter().any(&want) {
+            events.clear();
+            self.tx.poll(now(), &mut events);
+            // Or a thread that is woken may have to wait for this one's turn to end.
+            if start.elapsed() > Duration::from_micros(3) {
+                std::thread::yield_now();
+            }
+            if start.elapsed() > Duration::from_secs(5) {
+                return Err("nothing came".into());
+            }
+        }
+        Ok(())
+    }
+    fn trips(&mut self, from: &Plan, to: Arc<Plan>, pause: Duration) -> Outcome<Vec<Duration>> {
+        self.grant += 1;
+        let (grant, lane) = (GrantId(self.grant), LaneId(0));
+        self.rx.send(Command::Open(OpenGrant {
+            link: LINK,
+            grant,
+            lanes: vec![lane],
+            plan: to,
+        }))?;
+        std::thread::sleep(Duration::from_millis(1));
+        let mut took = Vec::new();
+        for part in (0..from.grid().parts()).map(PartId) {
+            if !pause.is_zero() {
+                std::thread::sleep(pause);
+            }
+            let pages = from.pages(part)?;
+            let start = Instant::now();
+            self.tx.command(now(), Command::Post(Post { link: LINK, grant, part, lane, pages }));
+            self.until(|e| matches!(e, EngineEvent::Acked { .. }))?;
+            took.push(start.elapsed());
+        }
+        self.rx.send(Command::Fence { grant, how: FenceHow::Close })?;
+        Ok(took)
     }
 }
 
@@ -108,7 +192,12 @@ fn main() -> Outcome<()> {
     println!("| one 4 KiB page and its ack | own pools p50 / p99 µs | foreign pools |");
     println!("|---|---|---|");
     let l = layout(4096);
-    for (name, pause_us) in [("one after the other", 0), ("after 300 µs of nothing", 300)] {
+    let rows = [
+        ("one after the other", 0, 500),
+        ("after 300 µs of nothing", 300, 500),
+        ("after 5 ms of nothing", 5000, 50),
+    ];
+    for (name, pause_us, n) in rows {
         let pause = Duration::from_micros(pause_us);
         let mut columns = Vec::new();
         for kind in [0, 2] {
@@ -116,15 +205,32 @@ fn main() -> Outcome<()> {
             let engines = engines.as_mut().map_err(|e| e.to_string())?;
             let mut us = Vec::new();
             for rep in 0..=reps {
-                let (from, to) = bench.plans(*foreign, &l, 500, 4096)?;
+                let (from, to) = bench.plans(*foreign, &l, n, 4096)?;
                 let took = engines.trips(&from, to, pause)?;
                 if rep > 0 {
                     us.extend(took.iter().map(|d| d.as_secs_f64() * 1e6));
                 }
             }
-            columns.push(format!("{:.1} / {:.1}", quantile(&mut us, 0.5), quantile(&mut us, 0.99)));
+            columns.push(both(&mut us));
         }
         println!("| {name} | {} |", columns.join(" | "));
+    }
+    for (name, pause_us) in
+        [("sender polled by hand", 0), ("the same, receiver asleep since 250 µs", 300)]
+    {
+        let pause = Duration::from_micros(pause_us);
+        let mut hand = Hand::new(&bench.src, &bench.dst)?;
+        let mut us = Vec::new();
+        for rep in 0..=reps {
+            let n = if pause_us == 0 { 5000 } else { 500 };
+            let (from, to) = bench.plans(false, &l, n, 4096)?;
+            let took = hand.trips(&from, to, pause)?;
+            if rep > 0 {
+                us.extend(took.iter().map(|d| d.as_secs_f64() * 1e6));
+            }
+        }
+        println!("| {name} | {} | |", both(&mut us));
+        hand.rx.stop();
     }
     for engines in kinds.into_iter().flat_map(|(_, engines)| engines) {
         engines.tx.stop();

@@ -74,9 +74,9 @@ const ACCEPTS_PER_TURN: usize = 64;
 const ACCEPT_PAUSE_MS: u64 = 100;
 /// Messages taken from one socket in one turn.
 const MESSAGES_PER_TURN: usize = 128;
-/// Turns after which sockets are looked at, if nothing woke the engine: rings need no system call,
-/// sockets do.
-const QUIET_TURNS: u32 = 32;
+/// How often sockets are looked at, if nothing woke the engine: rings need no system call, sockets
+/// do, and a turn without one takes a tenth of a microsecond.
+const HEAR_NS: u64 = 50_000;
 /// Files of sockets that were never finished are removed after so long.
 const UNFINISHED_S: u64 = 60;
 
@@ -128,7 +128,8 @@ pub struct ShmEngine {
     tokens: HashMap<Token, LinkId>,
     strangers: VecDeque<Stranger>,
     jitter: Jitter,
-    turns: u32,
+    /// When sockets are looked at next.
+    hear_at: Time,
     /// It slept, so anything may have become ready.
     slept: bool,
     /// Events of commands, until the next poll.
@@ -172,7 +173,7 @@ impl ShmEngine {
             tokens: HashMap::new(),
             strangers: VecDeque::new(),
             jitter: Jitter::new(random()),
-            turns: 0,
+            hear_at: Time(0),
             slept: true,
             outbox: Vec::new(),
         })
@@ -574,7 +575,6 @@ impl Engine for ShmEngine {
     fn poll(&mut self, now: Time, events: &mut Vec<EngineEvent>) -> bool {
         let mut moved = !self.outbox.is_empty();
         events.append(&mut self.outbox);
-        self.turns = self.turns.wrapping_add(1);
         let slept = std::mem::take(&mut self.slept);
         if slept {
             self.readier.drain();
@@ -585,9 +585,10 @@ impl Engine for ShmEngine {
                 }
             }
         }
-        let all = slept || self.turns.is_multiple_of(QUIET_TURNS);
-        moved |= self.lanes(now, all, events);
-        if all {
+        let hear = slept || now >= self.hear_at;
+        moved |= self.lanes(now, hear, events);
+        if hear {
+            self.hear_at = Time(now.0.saturating_add(HEAR_NS));
             moved |= self.accept(now, events);
             moved |= self.greet(now, events);
         }
