@@ -125,8 +125,8 @@ impl Cluster {
             .map_err(|_| failed("was not ready in time").with("limit_s", READY.as_secs()))?
             .map_err(|e| failed("cannot be read").caused_by(e))?
             .ok_or_else(|| failed("ended before it was ready"))?;
-        let ready = serde_json::from_str(&line)
-            .map_err(|e| failed("said something else").caused_by(e))?;
+        let ready =
+            serde_json::from_str(&line).map_err(|e| failed("said something else").caused_by(e))?;
         if let Some(process) = self.processes.last_mut() {
             process.lines = Some(lines);
         }

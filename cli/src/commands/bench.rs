@@ -98,9 +98,8 @@ pub(crate) struct Args {
 /// Measurements of the control plane: one at a time.
 const CONTROL: &str = "control";
 /// Flags of an engine's measurement.
-const ENGINE: [&str; 9] = [
-    "engine", "page_bytes", "pages", "rails", "checksum", "latency", "ceiling", "peers", "runs",
-];
+const ENGINE: [&str; 9] =
+    ["engine", "page_bytes", "pages", "rails", "checksum", "latency", "ceiling", "peers", "runs"];
 
 impl Args {
     fn control(&self) -> Option<What> {

@@ -122,9 +122,7 @@ impl Router {
     }
 
     /// So many rooms, so many of them in flight.
-    pub(super) async fn rooms(
-        self: &Arc<Self>,
-        rooms: u32, in_flight: u32) -> Result<Times> {
+    pub(super) async fn rooms(self: &Arc<Self>, rooms: u32, in_flight: u32) -> Result<Times> {
         let left = Arc::new(AtomicU32::new(rooms));
         let mut flying = JoinSet::new();
         let begun = Instant::now();
@@ -153,11 +151,7 @@ impl Router {
 }
 
 /// The rows.
-pub(super) async fn measure(
-    cluster: &mut Cluster,
-    rooms: u32,
-    in_flight: u32,
-) -> Result<Vec<Row>> {
+pub(super) async fn measure(cluster: &mut Cluster, rooms: u32, in_flight: u32) -> Result<Vec<Row>> {
     // A room borrows a lane from its grant to its end.
     let lanes = in_flight.clamp(limits::LANES_PER_LINK.into(), limits::LANES_PER_LINK_MAX.into());
     let Pair { router, says: [prefill, decode], .. } = Pair::start(cluster, lanes as u16).await?;

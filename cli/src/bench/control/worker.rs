@@ -76,8 +76,13 @@ impl Worker {
     async fn leg(self, room: RoomId) -> Result<End> {
         let outcome = match self {
             Self::Prefill(worker, takers) => {
-                let attach =
-                    AttachRequest { room, tokens: TOKENS, takers, issuer: None, deadline: DEADLINE };
+                let attach = AttachRequest {
+                    room,
+                    tokens: TOKENS,
+                    takers,
+                    issuer: None,
+                    deadline: DEADLINE,
+                };
                 let sending = match worker.attach(attach).await {
                     // Nothing is missing at the decode, so that the room may be done by now.
                     Err(e) if e.kind() == ErrorKind::RoomEnded => return Ok(End::Late),
