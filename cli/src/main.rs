@@ -6,6 +6,7 @@
 //! [`mod@bench`] measures engines by themselves.
 
 mod bench;
+mod cluster;
 mod commands;
 mod load;
 mod memory;
@@ -46,6 +47,9 @@ enum Command {
     BenchReceiver,
     /// What one instance would send to another: pairs of ranks, writes, bytes, or why not
     Plan(commands::plan::Args),
+    /// A worker process of `bench --rooms`, which starts it
+    #[command(hide = true)]
+    BenchWorker(bench::control::worker::Args),
     /// Certificates: make a CA, issue, renew
     #[command(subcommand)]
     Ca(commands::ca::Command),
@@ -69,6 +73,7 @@ fn main() -> ExitCode {
             Command::Bench(args) => commands::bench::run(args).await,
             Command::BenchReceiver => bench::receiver::run(),
             Command::Plan(args) => commands::plan::run(&args),
+            Command::BenchWorker(args) => bench::control::worker::run(args).await,
             Command::Ca(command) => commands::ca::run(command),
         }
     });

@@ -554,4 +554,210 @@ mod tests {
         f.expire(t(6_000 + limits::WORKER_KEEP_MS));
         assert_eq!(f.snapshot().unwrap().workers().count(), 0);
     }
+
+    /// One of `of` ranks of a model with eight heads.
+    fn rank(
+        role: Role,
+        (name, rank, of): (&str, u32, u32),
+        change: impl FnOnce(&mut WorkerView),
+    ) -> WorkerView {
+        worker(role, name, |w| {
+            w.registration.worker.key.identity.rank = rank;
+            let l = &mut w.registration.pools[0];
+            (l.kv_heads, l.kv_heads_total, l.at.tp) = (8 / of, 8, (rank, of));
+            change(w);
+        })
+    }
+    fn instance(role: Role, name: &str, of: u32) -> Vec<WorkerView> {
+        (0..of).map(|n| rank(role, (name, n, of), |_| {})).collect()
+    }
+    fn refusals(v: &ClusterView) -> String {
+        v.candidates(None, None, &none(), &Recent::new(0), 0).into_error("x").to_string()
+    }
+
+    #[test]
+    fn instances_are_told_apart_by_name_and_replica_and_single_ranks_stand_alone() {
+        let mut workers = instance(Role::Prefill, "p", 4);
+        // Two data-parallel replicas of two ranks each, under one name.
+        for n in 0..4 {
+            workers.push(rank(Role::Decode, ("d", n, 4), |w| {
+                let l = &mut w.registration.pools[0];
+                (l.kv_heads, l.at.tp, l.at.dp) = (4, (n % 2, 2), (n / 2, 2));
+            }));
+        }
+        for n in 0..2 {
+            workers.push(worker(Role::Decode, "s", |w| {
+                w.registration.worker.key.identity.rank = n;
+                let l = &mut w.registration.pools[0];
+                (l.kv_heads, l.kv_heads_total) = (8, 8);
+            }));
+        }
+        let v = view(workers);
+        let c = v.candidates(None, None, &none(), &Recent::new(0), 0);
+        let mut found: Vec<_> = c
+            .pairs
+            .iter()
+            .map(|pair| {
+                let ranks = pair.decode.ranks().iter();
+                let ranks: Vec<String> = ranks.map(|m| m.key().identity.to_string()).collect();
+                let sources: Vec<_> = (0..ranks.len()).map(|d| pair.routes.sources(d)).collect();
+                format!("{} {sources:?}", ranks.join(" "))
+            })
+            .collect();
+        found.sort();
+        assert_eq!(
+            found,
+            [
+                "c/decode/d/0 c/decode/d/1 [[0, 1], [2, 3]]",
+                "c/decode/d/2 c/decode/d/3 [[0, 1], [2, 3]]",
+                "c/decode/s/0 [[0, 1, 2, 3]]",
+                "c/decode/s/1 [[0, 1, 2, 3]]",
+            ]
+        );
+        let third = Identity::new("c", Role::Decode, "d", 3).unwrap();
+        let c = v.candidates(None, Some(&third), &none(), &Recent::new(0), 0);
+        assert!(c.pairs.len() == 1 && c.pairs[0].decode.has(&third));
+    }
+
+    #[test]
+    fn an_instance_is_as_loaded_as_its_most_loaded_rank() {
+        let mut workers = instance(Role::Prefill, "p", 1);
+        let loads = |name: &'static str, rooms: [u32; 2], suspected: bool| {
+            (0..).zip(rooms).map(move |(n, rooms)| {
+                rank(Role::Decode, (name, n, 2), |w| {
+                    (w.load.rooms, w.suspected) = (rooms, suspected && n == 1);
+                })
+            })
+        };
+        workers.extend(loads("even", [3, 3], false));
+        workers.extend(loads("skewed", [0, 4], false));
+        workers.extend(loads("shaky", [0, 0], true));
+        let v = view(workers);
+        let mut recent = Recent::new(100);
+        let order = |recent: &Recent| -> Vec<String> {
+            names(&v.candidates(None, None, &none(), recent, 0)).into_iter().map(|n| n.1).collect()
+        };
+        assert_eq!(order(&recent), ["even", "skewed", "shaky"]);
+        let even = Identity::new("c", Role::Decode, "even", 1).unwrap();
+        recent.add(Time(0), &even);
+        recent.add(Time(0), &even);
+        assert_eq!(order(&recent), ["skewed", "even", "shaky"]);
+        let p = Identity::new("c", Role::Prefill, "p", 0).unwrap();
+        let skewed = Identity::new("c", Role::Decode, "skewed", 0).unwrap();
+        assert_eq!(v.pair_score(&p, &skewed).decode.rooms, 4);
+    }
+
+    #[test]
+    fn ranks_that_are_missing_or_contradict_each_other_are_named() {
+        let p = || instance(Role::Prefill, "p", 1);
+        let with = |decodes: Vec<WorkerView>| view(p().into_iter().chain(decodes).collect());
+        let d = |n, of, change: fn(&mut WorkerView)| rank(Role::Decode, ("d", n, of), change);
+        let text = refusals(&with(vec![d(1, 4, |_| {}), d(2, 4, |w| w.alive = false)]));
+        let why = "c/decode/d: 3 of 4 ranks are missing: nobody is tp 0 of 4; \
+                   c/decode/d/2@010101010101: its lease has ended; nobody is tp 3 of 4";
+        assert!(text.contains(why), "{text}");
+        let text = refusals(&with(vec![d(0, 2, |_| {}), d(1, 4, |_| {})]));
+        assert!(text.contains("differ in size: tp 2 / 4"), "{text}");
+        let twice = d(1, 2, |w| w.registration.pools[0].at.tp.0 = 0);
+        let text = refusals(&with(vec![d(0, 2, |_| {}), twice]));
+        assert!(text.contains("are both tp 0 of 2"), "{text}");
+        // A size that nobody can have is no reason to count that far.
+        let huge = d(0, 8, |w| {
+            let at = &mut w.registration.pools[0].at;
+            (at.pp, at.cp) = ((0, 1 << 16), (0, 1 << 16));
+        });
+        let text = refusals(&with(vec![huge]));
+        assert!(text.contains(": 34359738367 of 34359738368 ranks are missing"), "{text}");
+        // The dead of a time when it was larger do not count.
+        let smaller = with(vec![d(0, 2, |_| {}), d(1, 2, |_| {}), d(3, 4, |w| w.alive = false)]);
+        let c = smaller.candidates(None, None, &none(), &Recent::new(0), 0);
+        assert_eq!(names(&c), [("p".to_string(), "d".to_string())]);
+        let dead = Identity::new("c", Role::Decode, "d", 3).unwrap();
+        let c = smaller.candidates(None, Some(&dead), &none(), &Recent::new(0), 0);
+        let text = c.into_error("x").to_string();
+        assert!(text.contains("c/decode/d/3@010101010101: its lease has ended"), "{text}");
+    }
+
+    #[test]
+    fn the_two_ranks_that_do_not_fit_are_named_with_the_field() {
+        let mut workers = instance(Role::Prefill, "p", 2);
+        workers.push(rank(Role::Decode, ("d", 0, 2), |_| {}));
+        workers.push(rank(Role::Decode, ("d", 1, 2), |w| {
+            w.registration.pools[0].dtype = Dtype::Fp16;
+        }));
+        let text = refusals(&view(workers));
+        let why = "c/decode/d/1@010101010101 with c/prefill/p/0@010101010101: \
+                   dtype: decode fp16 / prefill bf16";
+        assert!(text.contains(why), "{text}");
+        // Engines count between those that have something for each other only.
+        let engines = |n: u32| vec![format!("shm{n}")];
+        let both = |role, name: &'static str, of: u32| {
+            (0..of).map(move |n| {
+                rank(role, (name, n, of), |w| w.registration.engines = engines(n * 2 / of))
+            })
+        };
+        let v = view(both(Role::Prefill, "p", 2).chain(both(Role::Decode, "d", 4)).collect());
+        assert_eq!(v.candidates(None, None, &none(), &Recent::new(0), 0).pairs.len(), 1);
+        let v = view(both(Role::Prefill, "p", 2).chain(both(Role::Decode, "d", 1)).collect());
+        let why = "c/decode/d/0@010101010101 with c/prefill/p/1@010101010101: \
+                   engines: decode shm0 / prefill shm1";
+        let text = refusals(&v);
+        assert!(text.contains(why), "{text}");
+        // Layers that no rank has.
+        let mut short = instance(Role::Prefill, "p", 1);
+        short[0].registration.pools[0].layers = 3;
+        short.extend(instance(Role::Decode, "d", 2));
+        let text = refusals(&view(short));
+        assert!(text.contains("no rank sends") && text.contains("layer=3"), "{text}");
+    }
+
+    #[test]
+    fn what_fits_is_found_out_once_for_all_instances_of_a_shape() {
+        let mut f = Follower::default();
+        let mut workers = Vec::new();
+        for n in 0..8 {
+            workers.extend(instance(Role::Prefill, &format!("p{n}"), 2));
+            workers.extend(instance(Role::Decode, &format!("d{n}"), 4));
+        }
+        let busy = WorkerView { load: Load { rooms: 9, ..Load::default() }, ..workers[0].clone() };
+        f.take(Time(0), page(1, true, workers), 0);
+        let first = f.snapshot().unwrap();
+        f.take(Time(0), page(1, false, vec![busy]), 0);
+        let second = f.snapshot().unwrap();
+        let pairs = |v: &ClusterView| v.candidates(None, None, &none(), &Recent::new(0), 1).pairs;
+        let routes = &pairs(&first)[0].routes;
+        for v in [&first, &second] {
+            assert_eq!(v.fits.len(), 1);
+            assert!(pairs(v).iter().all(|pair| Arc::ptr_eq(&pair.routes, routes)));
+        }
+        // Names are shared from snapshot to snapshot until somebody restarts.
+        let who = |v: &ClusterView, n| Arc::clone(v.instances(Role::Prefill).nth(n).unwrap().who());
+        assert!(Arc::ptr_eq(&who(&first, 0), &who(&second, 0)));
+        let restarted = rank(Role::Prefill, ("p0", 1, 2), |w| {
+            w.registration.worker.key.incarnation = Incarnation([2; 16]);
+        });
+        f.take(Time(0), page(1, false, vec![restarted]), 0);
+        let third = f.snapshot().unwrap();
+        assert!(!Arc::ptr_eq(&who(&second, 0), &who(&third, 0)));
+        assert!(Arc::ptr_eq(&who(&second, 1), &who(&third, 1)));
+        assert!(pairs(&third).iter().all(|pair| Arc::ptr_eq(&pair.routes, routes)));
+    }
+
+    #[test]
+    fn geometries_are_bounded_and_nonsense_is_ignored() {
+        let mut workers = instance(Role::Prefill, "p", 1);
+        for n in 0..=crate::SHAPES_MAX {
+            workers.push(rank(Role::Decode, (&format!("d{n:03}"), 0, 1), |w| {
+                w.registration.engines.push(n.to_string());
+            }));
+        }
+        workers.push(rank(Role::Decode, ("hostile", 0, 1), |w| {
+            w.registration.pools[0].kv_heads_total = 0;
+        }));
+        let v = view(workers);
+        assert_eq!(v.fits.len(), crate::SHAPES_MAX);
+        let over: Vec<_> = v.instances(Role::Decode).filter_map(|i| i.why_not()).collect();
+        assert_eq!(over, ["c/decode/d256/0@010101010101: more than 256 geometries"]);
+        assert_eq!(v.workers().count(), crate::SHAPES_MAX + 2);
+    }
 }

@@ -65,6 +65,9 @@ counters! {
     SourceLost = "one of several sources lost", [0, 1, 2];
     Takers = "leg of several takers done", [0, 1, 2];
     TakerFailed = "leg done for some takers only", [];
+    WrongSources = "wrong set of sources refused", [];
+    WrongTakers = "leg with other takers than decodes", [];
+    Thaw = "told that it stood still", [];
     Undone = "reserved at some ranks, undone", [];
     Heads = "ranks with other heads done", [0, 1, 2];
     Stages = "ranks with other layers done", [0, 1, 2];
@@ -137,8 +140,8 @@ impl Coverage {
                 // Before its link a room has no engine; where the receiver moves the bytes, it
                 // fences in the moment in which the last part is there.
                 for (kind, n) in n.iter().enumerate() {
-                    let applies = (2..=6).contains(&phase)
-                        && (phase != 5 || kind == Kind::OneSided as usize);
+                    let applies =
+                        (2..=6).contains(&phase) && (phase != 5 || kind == Kind::OneSided as usize);
                     if applies && *n == 0 {
                         out.push(format!("{role} crash while {name} ({})", KINDS[kind]));
                     }

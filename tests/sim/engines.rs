@@ -258,7 +258,7 @@ impl World {
     /// Whether anything that was posted for a grant may still read the source, and would count.
     pub(crate) fn reads_source(&self, sid: usize, grant: GrantId) -> bool {
         let memory = self.sessions[sid].kind == Kind::Memory;
-        let reads = |c: &crate::engines::Conn| if memory { c.alive[0] } else { c.alive[1] };
+        let reads = |c: &Conn| if memory { c.alive[0] } else { c.alive[1] };
         let stale = memory && self.bumped.contains(&(sid, grant));
         !stale
             && self.conns.iter().any(|c| {
@@ -669,8 +669,7 @@ impl World {
 
     /// The kinds of some sessions; of none, the first.
     pub(crate) fn kinds(&self, sids: impl IntoIterator<Item = usize>) -> Vec<usize> {
-        let mut kinds: Vec<usize> =
-            sids.into_iter().map(|sid| self.sessions[sid].kind()).collect();
+        let mut kinds: Vec<usize> = sids.into_iter().map(|sid| self.sessions[sid].kind()).collect();
         kinds.sort_unstable();
         kinds.dedup();
         if kinds.is_empty() { vec![Kind::Socket as usize] } else { kinds }

@@ -1,10 +1,11 @@
 //! Seeded simulator of the hand-off: the real machines, a hostile world, every promise checked
 //! after every step.
 //!
-//! `world.rs` is the loop and the faults, `network.rs` what workers tell each other, `engines.rs`
-//! the three kinds of data path, `serving.rs` the routers and toy serving engines, `pools.rs` the
-//! memory. A run is a function of its seed. A seed that fails prints the one line that plays it
-//! again with a trace.
+//! `world.rs` is the loop and the faults, `shapes.rs` what instances and their ranks look like,
+//! `network.rs` what workers tell each other, `engines.rs` the three kinds of data path,
+//! `serving.rs` the routers and toy serving engines, `pools.rs` the memory, `coverage.rs` what the
+//! seeds have shown. A run is a function of its seed. A seed that fails prints the one line that
+//! plays it again with a trace.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::too_many_arguments)]
 

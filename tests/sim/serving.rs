@@ -12,9 +12,9 @@ use kvlane_proto::decode::{CallId, Lend, Output as DOut};
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
 use kvlane_proto::msg::peer::{Offer, Outcome, PeerFrame, PeerMsg};
 use kvlane_proto::msg::service::WorkerAddress;
+use kvlane_proto::plan::Blocks;
 use kvlane_proto::prefill::{Chunk, Output as POut, Takers};
 use kvlane_proto::time::grantor_ms;
-use kvlane_proto::plan::Blocks;
 use kvlane_proto::{
     BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, Layout, LinkId, PartId, Plan, Refusal,
     RoomId, Share, Side, Span,
@@ -212,6 +212,10 @@ impl World {
             all.filter(|a| a.key.identity == stale).for_each(|a| a.key.incarnation.0[0] ^= 1);
             self.cov.hit(C::Stale, 0);
         }
+        let mut takers = takers;
+        if self.rng.per_mille(mischief / 10) {
+            self.misname(&mut sources, &mut takers);
+        }
         let reserves = self.rng.per_mille(800);
         let calm = self.prof.calm;
         let seq = self.by_room.get(&room).map_or(n as u32, |&j| self.jobs[j].seq);
@@ -284,6 +288,29 @@ impl World {
         self.push(at, None, Ev::Job { job: n, act: Act::Over });
         if self.rng.per_mille(500) {
             (0..ds.len()).for_each(|rank| act(self, 200, Act::Await { rank, tries: 0 }));
+        }
+    }
+
+    /// A router that has a wrong idea of who sends to whom.
+    fn misname(&mut self, sources: &mut [Vec<WorkerAddress>], takers: &mut [Vec<usize>]) {
+        let d = self.rng.range(0, self.d.len() as u64 - 1) as usize;
+        let p = self.rng.range(0, self.p.len() as u64 - 1) as usize;
+        let other = self.hosts[self.pnode(p)].address();
+        let list = self.rng.range(0, sources.len() as u64 - 1) as usize;
+        let list = &mut sources[list];
+        match self.rng.range(0, 3) {
+            0 if list.len() > 1 => drop(list.pop()),
+            0 | 1 => list.push(other),
+            n => {
+                let list = self.rng.range(0, takers.len() as u64 - 1) as usize;
+                let list = &mut takers[list];
+                if n == 2 && list.len() > 1 {
+                    list.pop();
+                } else if !list.contains(&d) {
+                    list.push(d);
+                }
+                self.cov.hit(C::WrongTakers, 0);
+            }
         }
     }
 
@@ -679,6 +706,9 @@ impl World {
                     }
                     if let Err(why) = &reply {
                         refused = Some(why.kind);
+                        if why.kind == ErrorKind::Incompatible {
+                            self.cov.hit(C::WrongSources, 0);
+                        }
                     }
                     if let Ok(Reply::Reserved { room, .. }) = &reply {
                         let r = self.d[d].rooms.get(room);
@@ -926,7 +956,9 @@ impl World {
                 });
                 let want: u64 = each.sum();
                 if *bytes != want {
-                    self.fails(Inv::DoneIsComplete, || format!("{room}: {bytes} bytes, not {want}"));
+                    self.fails(Inv::DoneIsComplete, || {
+                        format!("{room}: {bytes} bytes, not {want}")
+                    });
                 }
                 for &sid in &sids {
                     self.done_with(room, sid, d);
@@ -940,7 +972,8 @@ impl World {
                 if why.kind == ErrorKind::PeerLost && sids.len() > 1 {
                     self.hit_all(&[C::SourceLost], &kinds);
                 }
-                let complete = !sids.is_empty() && arrived == parts;
+                // What a prefill says may be of the other use of the number.
+                let complete = !sids.is_empty() && arrived == parts && !self.is_used_twice(room);
                 if why.kind == ErrorKind::Incomplete && complete && why.text.contains("ended early")
                 {
                     self.fails(Inv::TrueReason, || format!("{room} has all its parts: {why}"));
@@ -1319,7 +1352,7 @@ impl World {
             .collect();
         let all = takers.iter().all(|d| done.contains(d));
         // A leg that takes whoever comes may hear of the other use of its number.
-        let other = !named && self.jobs.iter().filter(|j| j.room == room).count() > 1;
+        let other = !named && self.is_used_twice(room);
         let kinds = self.kinds(sids);
         match outcome {
             Outcome::Done { .. } => {
@@ -1358,6 +1391,9 @@ impl World {
         self.drain_link(sid, side);
     }
 
+    fn is_used_twice(&self, room: RoomId) -> bool {
+        self.jobs.iter().filter(|j| j.room == room).count() > 1
+    }
     fn named(&self, prefill: usize) -> String {
         format!("prefill={}", self.hosts[prefill].identity)
     }

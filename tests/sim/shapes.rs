@@ -85,7 +85,7 @@ impl Shapes {
         let mla = rng.per_mille(300);
         let mut model = vec![ModelPool {
             kind: if mla { KvKind::Mla } else { KvKind::Split },
-            layers: layers(rng, if wide { 2 } else { 3 }),
+            layers: layers(rng, 3),
             heads: if mla { 1 } else { heads },
             head_dim: dim(rng),
             window: 0,
@@ -93,7 +93,12 @@ impl Shapes {
         let more = rng.range(0, 99);
         if more < 16 {
             let window = rng.range(2, 12) as u32;
-            model.push(ModelPool { layers: layers(rng, 2), head_dim: dim(rng), window, ..model[0] });
+            model.push(ModelPool {
+                layers: layers(rng, 2),
+                head_dim: dim(rng),
+                window,
+                ..model[0]
+            });
         }
         if (10..26).contains(&more) {
             let kind = KvKind::Rows { rows: rng.range(1, 3) as u32 };
@@ -102,11 +107,16 @@ impl Shapes {
             model.push(ModelPool { kind, layers, heads, head_dim, window: 0 });
         }
         let page = *rng.pick(&[4, 4, 4, 2]);
+        let pages = |rng: &mut Rng| match rng.range(0, 99) {
+            0..15 => page * 2,
+            15..20 => 8,
+            _ => page,
+        };
         let scheme = |rng: &mut Rng, (tp, pp): (u32, u32)| Scheme {
             tp,
             pp,
-            page: page * if rng.per_mille(150) { 2 } else { 1 },
-            window_page: page * if rng.per_mille(150) { 2 } else { 1 },
+            page: pages(rng),
+            window_page: pages(rng),
             order: if rng.per_mille(500) { Order::Nhd } else { Order::Hnd },
             packed: rng.per_mille(150),
         };

@@ -1,9 +1,9 @@
 //! The world of one seed: nodes with clocks of their own, one heap of events, and the loop.
 //!
-//! Every node runs the real machines. What they put out becomes events of the network
-//! (`network.rs`), of the engines (`engines.rs`) or of the serving engines and routers
-//! (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash map where the
-//! order would show, so the same seed is the same run.
+//! A node is one rank of an instance, or a router. Workers run the real machines. What they put out
+//! becomes events of the network (`network.rs`), of the engines (`engines.rs`) or of the serving
+//! engines and routers (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash
+//! map where the order would show, so the same seed is the same run.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -30,7 +30,7 @@ use crate::network::Session;
 use crate::pools::{Geometry, Ids, Memory};
 use crate::rng::Rng;
 use crate::serving::{Act, DRoom, Job, PRoom};
-use crate::shapes::{Route, Shapes, TOKENS_MAX};
+use crate::shapes::{Ranks, Route, Shapes, TOKENS_MAX};
 
 /// The engine's proof that a grant is fenced. The forged one belongs to the machine without fence.
 #[derive(Debug)]
@@ -47,6 +47,7 @@ pub(crate) type PEvent = prefill::Event<Quiet>;
 pub(crate) enum Ev {
     Timer { node: usize, id: u64 },
     Boot { node: usize },
+    Thaw { node: usize },
     Fault(Fault),
     Spawn,
     // Network.
@@ -298,7 +299,7 @@ impl World {
             active_ns: rng.ms(1_000, 3_500),
         };
         let nr = rng.range(1, 2) as usize;
-        let count = |of: &[crate::shapes::Ranks]| of.iter().map(Vec::len).sum::<usize>();
+        let count = |of: &[Ranks]| of.iter().map(Vec::len).sum::<usize>();
         let (nd, np) = (count(&shapes.decodes), count(&shapes.prefills));
         let trigger = (!calm && rng.per_mille(350))
             .then(|| (rng.range(0, 2) as usize, rng.range(0, 7) as usize));
@@ -338,8 +339,7 @@ impl World {
             trigger,
             idle_since: None,
         };
-        for (role, instances) in
-            [(Role::Decode, shapes.decodes), (Role::Prefill, shapes.prefills)]
+        for (role, instances) in [(Role::Decode, shapes.decodes), (Role::Prefill, shapes.prefills)]
         {
             for (n, ranks) in instances.into_iter().enumerate() {
                 for (rank, pools) in ranks.into_iter().enumerate() {
@@ -593,6 +593,7 @@ impl World {
             // Another was set since.
             Ev::Timer { .. } => {}
             Ev::Boot { node } => self.boot(node),
+            Ev::Thaw { node } => self.thaw(node),
             Ev::Fault(f) => self.fault(f),
             Ev::Spawn => self.spawn(),
             Ev::Open { sid } => self.session_opens(sid),
@@ -645,6 +646,22 @@ impl World {
             let p = node - self.d.len();
             self.p[p].m.handle_timeout(now);
             self.drain_prefill(p);
+        }
+    }
+
+    /// A process notices that it stood still, before it does anything else.
+    fn thaw(&mut self, node: usize) {
+        self.cov.hit(C::Thaw, 0);
+        let now = self.local(node);
+        let side = usize::from(node >= self.d.len());
+        for s in self.sessions.iter_mut().filter(|s| s.node(side) == node && s.open[side]) {
+            s.link[side].iter_mut().for_each(|l| l.stood_still(now));
+        }
+        if side == 0 {
+            self.d[node].m.stood_still(now);
+        } else {
+            let p = node - self.d.len();
+            self.p[p].m.stood_still(now);
         }
     }
 
@@ -726,6 +743,9 @@ impl World {
                 let host = &mut self.hosts[node];
                 host.stopped_until = host.stopped_until.max(self.now + ns);
                 host.stood_ns += ns;
+                if self.rng.per_mille(500) {
+                    self.push(self.now + ns, Some(node), Ev::Thaw { node });
+                }
             }
             Fault::Cut { a, b, both, ns } => {
                 self.cov.hit(if both { C::Partition } else { C::OneWay }, 0);
@@ -925,7 +945,7 @@ impl World {
 }
 
 /// The ranks of each instance, where all stand in a row.
-fn ranges(instances: &[crate::shapes::Ranks]) -> Vec<Range<usize>> {
+fn ranges(instances: &[Ranks]) -> Vec<Range<usize>> {
     let mut next = 0;
     let each = instances.iter().map(|ranks| {
         next += ranks.len();

@@ -382,7 +382,10 @@ impl<F> Decode<F> {
         let Some(r) = self.rooms.get_mut(&room) else { return };
         let granted = matches!(r.phase, Phase::Granted);
         if mixed {
-            r.sources.iter_mut().filter_map(|s| s.flow.as_mut()).for_each(|f| f.arrive(part, false));
+            r.sources
+                .iter_mut()
+                .filter_map(|s| s.flow.as_mut())
+                .for_each(|f| f.arrive(part, false));
         }
         let Some(flow) = r.source_on(link).and_then(|s| s.flow.as_mut()) else { return };
         flow.arrive(part, counted);

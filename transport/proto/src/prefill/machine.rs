@@ -1076,7 +1076,8 @@ impl<Q> Prefill<Q> {
         let Some(r) = self.rooms.get_mut(&room) else { return };
         let all_came = r.all_came();
         let is_quiet = |t: &Taker| t.phase == Phase::Quiet;
-        let quiet = r.claimed().all(|(_, t)| is_quiet(t)) || one && r.claimed().any(|(_, t)| is_quiet(t));
+        let quiet =
+            r.claimed().all(|(_, t)| is_quiet(t)) || one && r.claimed().any(|(_, t)| is_quiet(t));
         let takers = r.claimed().count();
         if let Some(leg) = &mut r.leg
             && (all_came || leg.ending.is_some())
