@@ -23,7 +23,9 @@ use kvlane_proto::{GrantId, Identity, Incarnation, LaneId, LinkId, PartId, Plan,
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
-use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow, OpenGrant, Post};
+use kvlane_transport::engine::{
+    Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource, Post,
+};
 use kvlane_transport::memory::Region;
 
 struct Bench {
@@ -99,7 +101,7 @@ impl Hand {
             return Err("no blob".into());
         };
         tx.command(now(), listen(false));
-        tx.command(now(), Command::Connect { link: LINK, remote: blob?, map: None });
+        tx.command(now(), Command::Connect { link: LINK, remote: blob?, maps: Vec::new() });
         let mut hand = Self { tx, rx, grant: 0 };
         hand.until(|e| matches!(e, EngineEvent::LaneUp { .. }))?;
         Ok(hand)
@@ -122,12 +124,8 @@ impl Hand {
     fn trips(&mut self, from: &Plan, to: Arc<Plan>, pause: Duration) -> Outcome<Vec<Duration>> {
         self.grant += 1;
         let (grant, lane) = (GrantId(self.grant), LaneId(0));
-        self.rx.send(Command::Open(OpenGrant {
-            link: LINK,
-            grant,
-            lanes: vec![lane],
-            plan: to,
-        }))?;
+        let sources = vec![OpenSource { link: LINK, lanes: vec![lane], plan: to }];
+        self.rx.send(Command::Open(OpenGrant { grant, sources }))?;
         std::thread::sleep(Duration::from_millis(1));
         let mut took = Vec::new();
         for part in (0..from.grid().parts()).map(PartId) {

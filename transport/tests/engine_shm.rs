@@ -26,7 +26,9 @@ use kvlane_transport::engine::shm::wire::{
     encode_more,
 };
 use kvlane_transport::engine::shm::{POOLS_MAX, ShmConfig, ShmEngine};
-use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow, OpenGrant, Post};
+use kvlane_transport::engine::{
+    Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource, Post,
+};
 use kvlane_transport::memory::Region;
 use kvlane_transport::sys::mem::Memory;
 use kvlane_transport::sys::share::Words;
@@ -572,7 +574,8 @@ impl Alone {
     }
     fn open(&self, grant: u64, plan: &Arc<Plan>) {
         let lanes = (0..self.blob.lanes).map(LaneId).collect();
-        let open = OpenGrant { link: LINK, grant: GrantId(grant), lanes, plan: plan.clone() };
+        let sources = vec![OpenSource { link: LINK, lanes, plan: plan.clone() }];
+        let open = OpenGrant { grant: GrantId(grant), sources };
         self.handle.send(Command::Open(open)).unwrap();
     }
 }
