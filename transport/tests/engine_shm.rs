@@ -1056,13 +1056,13 @@ fn no_part_that_arrives_is_torn() {
         if (whole >= 100 && void >= 5) || started.elapsed() > PATIENCE {
             break;
         }
-        let grant = 100 + n;
-        r.open(grant, &plan);
-        let mut head = part(grant, 0, PART as u32, 1, extent(0, 0, PART as u32));
         let value = serves.words()[0].load(Ordering::SeqCst);
         if value % 2 == 1 {
             continue;
         }
+        let grant = 100 + n;
+        r.open(grant, &plan);
+        let mut head = part(grant, 0, PART as u32, 1, extent(0, 0, PART as u32));
         head.serve = ServeWord { index: 0, value };
         match liar.says(head, &[]) {
             Status::Landed => {
