@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kvlane_proto::Result;
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
+use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
 use kvlane_transport::engine::{Caps, Command, Engine, EngineEvent};
 
@@ -20,6 +21,18 @@ use crate::pool::Pools;
 pub enum EngineChoice {
     /// Pages over TCP connections, written in place by the receiver.
     Tcp(TcpConfig),
+    /// Pages copied by the receiver out of the sender's memory, on one host.
+    Shm(ShmConfig),
+}
+
+impl EngineChoice {
+    /// The engine's name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Tcp(_) => "tcp",
+            Self::Shm(_) => "shm",
+        }
+    }
 }
 
 /// Refused frames that are kept one by one; what is beyond is only counted, by the engine.
@@ -116,6 +129,7 @@ pub(crate) fn start(
 ) -> Result<(Commands, Caps, Inbox)> {
     let engine: Box<dyn Engine> = match choice {
         EngineChoice::Tcp(config) => Box::new(TcpEngine::new(config.clone())?),
+        EngineChoice::Shm(config) => Box::new(ShmEngine::new(config.clone())?),
     };
     let caps = engine.caps();
     let inbox = Inbox::default();

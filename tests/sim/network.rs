@@ -245,6 +245,8 @@ impl World {
             self.d[d].lanes.remove(&link);
             if up {
                 self.cov.hit(C::LinkLost, kind);
+                let (at, stood) = (self.now, self.hosts[d].stood_ns);
+                self.d[d].rooms.values_mut().for_each(|r| r.loses(sid, at, stood));
                 self.d[d].m.handle_event(now, DEvent::LinkDown { link, why });
             } else {
                 self.cov.hit(C::LinkFailed, 0);

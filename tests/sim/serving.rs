@@ -92,6 +92,8 @@ pub(crate) struct DRoom {
     since: u64,
     stood_ns: u64,
     deadline_ms: u64,
+    /// When a link to one of its sources was lost, and how long the process had stood by then.
+    lost: Option<(u64, u64)>,
 }
 
 impl DRoom {
@@ -101,6 +103,11 @@ impl DRoom {
     }
     pub(crate) fn opened(&mut self, sources: &[(usize, u32)]) {
         self.sources = sources.iter().map(|&(sid, parts)| (sid, (parts, 0))).collect();
+    }
+    pub(crate) fn loses(&mut self, sid: usize, now: u64, stood_ns: u64) {
+        if self.sources.contains_key(&sid) && self.phase != 7 {
+            self.lost.get_or_insert((now, stood_ns));
+        }
     }
     pub(crate) fn sids(&self) -> impl Iterator<Item = usize> + '_ {
         self.sources.keys().copied()
@@ -524,6 +531,7 @@ impl World {
             since: self.now,
             stood_ns: self.hosts[d].stood_ns,
             deadline_ms: deadline_ms.min(self.prof.deadline_ms),
+            lost: None,
         };
         if self.d[d].rooms.insert(room, fresh).is_some_and(|r| r.began() && r.phase != 7) {
             self.fails(Inv::EndsOnce, || format!("room {room} starts twice"));
@@ -929,10 +937,13 @@ impl World {
         let Some(r) = self.d[d].rooms.get_mut(&room) else {
             return self.fails(Inv::EndsOnce, || format!("room {room} ended, never began"));
         };
-        let slack_ms = 300 + 3 * self.prof.fence_ms + (stood - r.stood_ns) / 1_000_000;
+        let slack_ms = 300 + 3 * self.prof.fence_ms;
+        let ms_since =
+            |at: u64, stood_then: u64| (now - at).saturating_sub(stood - stood_then) / 1_000_000;
         let took_ms = (now - r.since) / 1_000_000;
         let deadline_ms = r.deadline_ms;
-        let late = took_ms > deadline_ms + r.deadline_ms / 50 + slack_ms;
+        let late = ms_since(r.since, r.stood_ns) > deadline_ms + deadline_ms / 50 + slack_ms
+            || r.lost.is_some_and(|(at, stood)| ms_since(at, stood) > slack_ms);
         let (blocks, span) = (std::mem::take(&mut r.blocks), r.span);
         let sids: Vec<usize> = r.sids().collect();
         let (arrived, parts) = r.progress();

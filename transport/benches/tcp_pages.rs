@@ -412,7 +412,7 @@ impl Bench {
                 registry.resolve_part(&plan.pages(PartId(part))?, &mut into)?;
                 std::hint::black_box(&into);
             }
-            ns.push(start.elapsed().as_secs_f64() * 1e9 / f64::from(plan.grid().blocks()));
+            ns.push(start.elapsed().as_secs_f64() * 1e9 / f64::from(1u32 << 15));
         }
         println!(
             "From blocks to entries of a scatter call: {:.1} ns a page",

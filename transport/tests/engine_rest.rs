@@ -14,7 +14,7 @@ use kvlane_proto::layout::KvKind;
 use kvlane_proto::{GrantId, LaneId, PartId, Role, limits};
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
-use kvlane_transport::engine::{Command, EngineEvent, OpenGrant, Post};
+use kvlane_transport::engine::{Command, EngineEvent, OpenGrant, OpenSource, Post};
 
 fn engine() -> (EngineHandle, Receiver<EngineEvent>) {
     let (said, events) = channel();
@@ -66,13 +66,14 @@ fn an_engine_at_rest_sleeps() {
     else {
         panic!("no blob")
     };
-    tx.send(Command::Connect { link: LINK, remote: blob.unwrap(), map: None }).unwrap();
+    tx.send(Command::Connect { link: LINK, remote: blob.unwrap(), maps: Vec::new() }).unwrap();
     for _ in 0..limits::LANES_PER_LINK {
         until(&from_tx, |e| matches!(e, EngineEvent::LaneUp { .. }));
     }
     // A part has moved, and the grant stays open.
     let (plans, grant) = (pools.each_ref().map(|p| p.plan(&[3, 5], 4096)), GrantId(1));
-    let open = OpenGrant { link: LINK, grant, lanes: vec![LaneId(0)], plan: plans[1].clone() };
+    let sources = vec![OpenSource { link: LINK, lanes: vec![LaneId(0)], plan: plans[1].clone() }];
+    let open = OpenGrant { grant, sources };
     rx.send(Command::Open(open)).unwrap();
     let pages = plans[0].pages(PartId(0)).unwrap();
     tx.send(Command::Post(Post { link: LINK, grant, part: PartId(0), lane: LaneId(0), pages }))

@@ -8,16 +8,23 @@ use engine_conformance::{CANARY, PATIENCE, Pair, Pool, addresses, layout};
 
 use kvlane_proto::GrantId;
 use kvlane_proto::layout::KvKind;
+use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
-use kvlane_transport::engine::{Command, EngineEvent, FenceHow};
+use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow};
+
+fn tcp() -> Box<dyn Engine> {
+    Box::new(TcpEngine::new(TcpConfig::default()).unwrap())
+}
+fn shm() -> Box<dyn Engine> {
+    Box::new(ShmEngine::new(ShmConfig::default()).unwrap())
+}
 
 /// Bytes that land after the proof of a fence, with a sender that was half-way through a part.
-fn late_bytes(how: FenceHow) -> usize {
+fn late_bytes(engine: fn() -> Box<dyn Engine>, how: FenceHow) -> usize {
     let l = layout(1 << 20, 1, KvKind::Mla);
     let (src, dst) = (Pool::new(&l, 16), Pool::new(&l, 16));
     src.fill(1);
     dst.fill(CANARY);
-    let engine = || Box::new(TcpEngine::new(TcpConfig::default()).unwrap());
     let mut p = Pair::new((engine(), engine()));
     p.tx.register(&src.region).unwrap();
     p.rx.register(&dst.region).unwrap();
@@ -45,16 +52,18 @@ fn late_bytes(how: FenceHow) -> usize {
 /// One test, because the switch is the process's.
 #[test]
 fn a_late_write_lands_only_with_fences_off() {
-    for how in [FenceHow::Close, FenceHow::Revoke] {
-        assert_eq!(late_bytes(how), 0, "a byte landed after the proof");
-        #[cfg(feature = "fault-injection")]
-        {
-            use kvlane_transport::engine::fence::set_fences_off;
-            set_fences_off(true);
-            let late = late_bytes(how);
-            set_fences_off(false);
-            assert!(late > 0, "the test cannot see late writes");
+    for engine in [tcp, shm] {
+        for how in [FenceHow::Close, FenceHow::Revoke] {
+            assert_eq!(late_bytes(engine, how), 0, "a byte landed after the proof");
+            #[cfg(feature = "fault-injection")]
+            {
+                use kvlane_transport::engine::fence::set_fences_off;
+                set_fences_off(true);
+                let late = late_bytes(engine, how);
+                set_fences_off(false);
+                assert!(late > 0, "the test cannot see late writes");
+            }
         }
+        assert_eq!(late_bytes(engine, FenceHow::Close), 0, "fences are on again");
     }
-    assert_eq!(late_bytes(FenceHow::Close), 0, "fences are on again");
 }

@@ -3,6 +3,7 @@
 
 use kvlane_proto::{Error, ErrorKind, Result};
 use kvlane_transport::engine::Engine;
+use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +19,7 @@ pub(crate) struct Setup {
 type Make = fn(&Setup) -> Result<Box<dyn Engine>>;
 
 /// A new engine is one line here.
-const KNOWN: &[(&str, Make)] = &[("tcp", tcp)];
+const KNOWN: &[(&str, Make)] = &[("tcp", tcp), ("shm", shm)];
 
 impl Setup {
     /// Makes the engine.
@@ -52,6 +53,11 @@ fn find(name: &str) -> Result<Make> {
 fn tcp(setup: &Setup) -> Result<Box<dyn Engine>> {
     let config = TcpConfig { checksum: setup.checksum, ..TcpConfig::default() };
     Ok(Box::new(TcpEngine::new(config)?))
+}
+
+fn shm(setup: &Setup) -> Result<Box<dyn Engine>> {
+    let config = ShmConfig { checksum: setup.checksum, ..ShmConfig::default() };
+    Ok(Box::new(ShmEngine::new(config)?))
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use kvlane_actors::{DecodeWorker, EngineChoice, Pools, PrefillWorker, WorkerConfig};
 use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
+use kvlane_transport::engine::shm::ShmConfig;
 use kvlane_transport::engine::tcp::TcpConfig;
 use kvlane_transport::quic::load_reset_key;
 
@@ -40,12 +41,15 @@ pub(crate) enum EngineName {
     /// TCP connections, received in place
     #[default]
     Tcp,
+    /// Shared memory, between workers of one host
+    Shm,
 }
 
 impl EngineName {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
+            Self::Shm => "shm",
         }
     }
 }
@@ -96,6 +100,10 @@ pub(crate) struct Args {
     /// Where the engine listens for pages; the QUIC endpoint's address if not given
     #[arg(long, value_name = "IP")]
     data: Option<IpAddr>,
+    /// Directory for the socket of `--engine shm`, for containers that do not share a network
+    /// namespace: both must see it under this name
+    #[arg(long, value_name = "DIR")]
+    shm_dir: Option<std::path::PathBuf>,
     /// Check each part with a CRC32C
     #[arg(long)]
     checksum: bool,
@@ -188,6 +196,10 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
             bind: SocketAddr::new(data, 0),
             checksum: args.checksum,
             ..TcpConfig::default()
+        }),
+        EngineName::Shm => EngineChoice::Shm(ShmConfig {
+            directory: args.shm_dir.clone(),
+            checksum: args.checksum,
         }),
     };
     let server = Server::bind(args.serving).await?;

@@ -109,7 +109,8 @@ impl Contents {
         let fnv = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         let dtype = layout.dtype.to_string();
         // The pools of a model differ in what their layers look at.
-        let window = layout.window_tokens.to_le_bytes();
+        let window = (layout.window_tokens > 0).then(|| layout.window_tokens.to_le_bytes());
+        let window = window.into_iter().flatten();
         let all = layout.model.bytes().chain([0]).chain(dtype.bytes()).chain(window);
         let hash = all.fold(GOLDEN, fnv);
         Self { model: mix(hash), request }

@@ -75,7 +75,8 @@ impl Room {
         let share = Arc::new(Share::between(&self.source, &self.destination).unwrap());
         let [from, to] = &self.maps;
         let held = Blocks::new(from.clone(), 0, self.held.clone()).unwrap();
-        let lent = Blocks::lent(&self.destination, &[to.clone()], &span, &self.lent).unwrap();
+        let lent =
+            Blocks::lent(&self.destination, std::slice::from_ref(to), &span, &self.lent).unwrap();
         let plan = |side, blocks: Vec<Blocks>| {
             Plan::new(share.clone(), side, &span, limits::PART_BYTES, blocks.into()).unwrap()
         };

@@ -13,6 +13,9 @@
 
 pub mod driver;
 pub mod fence;
+mod pen;
+mod redial;
+pub mod shm;
 pub mod tcp;
 
 use std::os::fd::RawFd;

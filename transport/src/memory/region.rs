@@ -65,6 +65,19 @@ impl Region {
         }
         Ok(Arc::new(Self { memory: Arc::new(memory), numa_node: numa_node() }))
     }
+    /// A zeroed host pool of our own that has no descriptor, as if the serving engine had allocated
+    /// it; every page touched now.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Memory`] with the length and what the kernel said.
+    pub fn private(bytes: u64) -> Result<Arc<Self>> {
+        let memory = Memory::private(bytes).map_err(|e| {
+            Error::new(ErrorKind::Memory, "the kernel gave no memory")
+                .with("bytes", bytes)
+                .caused_by(e)
+        })?;
+        Ok(Arc::new(Self { memory: Arc::new(memory), numa_node: numa_node() }))
+    }
     /// The device that the addresses are of.
     pub fn device(&self) -> Device {
         Device::Host

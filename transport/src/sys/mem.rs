@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use super::crc;
+use super::share::seal;
 
 /// Most entries of one scatter call (`UIO_MAXIOV`).
 const IOV_MAX: usize = 1024;
@@ -42,13 +43,14 @@ pub struct Memory {
     address: u64,
     bytes: u64,
     /// Own mapping; unmapped on drop.
+    own: bool,
     fd: Option<OwnedFd>,
 }
 
 impl Memory {
     /// A zeroed shared mapping of a new memfd, so that a peer on this host can be given it. Its
     /// length is sealed: whoever has the descriptor cannot shorten it, which would make every access
-    /// of ours to what is gone a SIGBUS.
+    /// of ours to what is gone a SIGBUS. Nor can they write it: this is the only writable mapping.
     ///
     /// `populate` touches every page now: the first touch of 256 MiB costs 14 ms, which should not
     /// be charged to the first room. Without it the mapping is sparse.
@@ -73,11 +75,6 @@ impl Memory {
         if unsafe { libc::ftruncate(fd.as_raw_fd(), size) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-        // SAFETY: plain call on a descriptor we own.
-        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
         let flags = libc::MAP_SHARED | if populate { libc::MAP_POPULATE } else { 0 };
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing of ours.
@@ -86,11 +83,31 @@ impl Memory {
         if at == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self { address: at as u64, bytes, fd: Some(fd) })
+        let memory = Self { address: at as u64, bytes, own: true, fd: Some(fd) };
+        if let Some(fd) = memory.fd() {
+            seal(fd, true)?;
+        }
+        Ok(memory)
     }
     /// A range that somebody else owns.
     pub fn borrowed(range: HostRange) -> Self {
-        Self { address: range.address, bytes: range.bytes, fd: None }
+        Self { address: range.address, bytes: range.bytes, own: false, fd: None }
+    }
+    /// Zeroed memory of our own without a descriptor, every page touched now: what most other
+    /// allocators give.
+    ///
+    /// # Errors
+    /// What mmap said; a length of zero is EINVAL.
+    pub fn private(bytes: u64) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing of ours.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { address: at as u64, bytes, own: true, fd: None })
     }
     /// First address.
     pub fn address(&self) -> u64 {
@@ -188,7 +205,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.fd.is_some() {
+        if self.own {
             // SAFETY: this is our own mapping, unmapped once; every list of pages that points into
             // it holds an `Arc` of this value, so none is left.
             unsafe { libc::munmap(self.address as *mut libc::c_void, self.bytes as usize) };
@@ -226,9 +243,9 @@ pub(super) unsafe fn load(from: u64, into: &mut [u8]) {
 /// An entry of a scatter call, as the kernel reads it.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-struct Extent {
-    address: u64,
-    bytes: u64,
+pub(super) struct Extent {
+    pub(super) address: u64,
+    pub(super) bytes: u64,
 }
 
 const _: () = assert!(
@@ -327,6 +344,15 @@ impl Pages {
             end += 1;
         }
         (end, over)
+    }
+    /// What is left, piece by piece, up to `bytes` bytes.
+    pub(super) fn pieces(&self, bytes: u64) -> impl Iterator<Item = Extent> + '_ {
+        let mut room = bytes;
+        self.extents[self.next.min(self.extents.len())..].iter().map_while(move |e| {
+            let piece = Extent { address: e.address, bytes: e.bytes.min(room) };
+            room -= piece.bytes;
+            (piece.bytes > 0).then_some(piece)
+        })
     }
     /// CRC32C of the next `bytes` bytes, going on from `crc` (0 to begin).
     pub fn crc32c(&self, crc: u32, bytes: u64) -> u32 {

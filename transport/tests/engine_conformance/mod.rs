@@ -25,9 +25,9 @@ pub const LINK: LinkId = LinkId(1);
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 pub fn layout(page_bytes: u32, layers: u32, kind: KvKind) -> Layout {
-    let mut page_tokens = 1;
-    while page_bytes / page_tokens > 1 << 16 {
-        page_tokens *= 2;
+    let mut page_tokens = page_bytes.div_ceil(1 << 16);
+    while !page_bytes.is_multiple_of(page_tokens) {
+        page_tokens += 1;
     }
     let layout = Layout {
         model: "test".into(),
@@ -92,6 +92,13 @@ impl Pool {
         let map = PoolMap::contiguous(Device::Host, region.address(), layout, blocks);
         map.check(layout).unwrap();
         Self { region, layout: layout.clone(), map: Arc::new(map) }
+    }
+    /// The same, in memory that has no descriptor.
+    pub fn foreign(self) -> Self {
+        let region = Region::private(self.region.bytes()).unwrap();
+        let blocks = self.map.blocks;
+        let map = PoolMap::contiguous(Device::Host, region.address(), &self.layout, blocks);
+        Self { region, map: Arc::new(map), layout: self.layout }
     }
     pub fn plan(&self, ids: &[u32], part_bytes: u64) -> Arc<Plan> {
         let tokens = ids.len() as u32 * self.layout.page_tokens;
@@ -295,14 +302,18 @@ pub fn run(make: Make<'_>) {
 /// Random block lists of odd page sizes: every page is the sender's, every other byte untouched.
 fn pages_land_exactly(make: Make<'_>) {
     let mut rng = Rng(0x9e37_79b9_7f4a_7c15);
-    for (page_bytes, kind, lanes, part_bytes) in [
-        (1, KvKind::Split, 1, 7),
-        (63, KvKind::Mla, 2, 1000),
-        (4095, KvKind::Split, 3, 1 << 16),
-        (4097, KvKind::Split, 1, 4097),
-        (70_000, KvKind::Mla, 2, 1 << 20),
+    for (page_bytes, layers, kind, lanes, part_bytes) in [
+        (1, 3, KvKind::Split, 1, 7),
+        (63, 3, KvKind::Mla, 2, 1000),
+        (511, 2, KvKind::Split, 1, 1 << 14),
+        (512, 2, KvKind::Split, 2, 1 << 14),
+        (4095, 3, KvKind::Split, 3, 1 << 16),
+        (4097, 3, KvKind::Split, 1, 4097),
+        (70_000, 3, KvKind::Mla, 2, 1 << 20),
+        ((1 << 20) - 1, 1, KvKind::Mla, 1, 1 << 20),
+        ((1 << 20) + 1, 1, KvKind::Mla, 2, 3 << 20),
     ] {
-        let l = layout(page_bytes, 3, kind);
+        let l = layout(page_bytes, layers, kind);
         let (src, dst) = (Pool::new(&l, 64), Pool::new(&l, 50));
         dst.fill(CANARY);
         let mut p = Pair::new(make());

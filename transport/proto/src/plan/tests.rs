@@ -110,7 +110,7 @@ fn model(draw: &mut Draw, first: bool) -> Model {
 
 /// All ranks of an instance, by stage, and within it by tensor parallel rank, for each cp rank.
 fn instance(draw: &mut Draw, models: &[Model], cp: u32, source: bool) -> Vec<Rank> {
-    let tp = draw.of(&[1, 2, 4, 8, 3, 6]);
+    let tp: u32 = draw.of(&[1, 2, 4, 8, 3, 6]);
     let pp = 1 + draw.below(models.iter().map(|m| m.layers).min().unwrap());
     struct Side {
         stages: Vec<Range<u32>>,
@@ -123,8 +123,10 @@ fn instance(draw: &mut Draw, models: &[Model], cp: u32, source: bool) -> Vec<Ran
         .iter()
         .map(|m| {
             // Groups of heads, and as many ranks for each.
-            let groups: Vec<u32> =
-                (1..=m.heads).rev().filter(|g| m.heads % g == 0 && tp % g == 0).collect();
+            let groups: Vec<u32> = (1..=m.heads)
+                .rev()
+                .filter(|g| m.heads.is_multiple_of(*g) && tp.is_multiple_of(*g))
+                .collect();
             Side {
                 stages: draw.cut(m.layers, pp),
                 kv_heads: m.heads / if draw.below(4) > 0 { groups[0] } else { draw.of(&groups) },
@@ -534,7 +536,8 @@ fn what_keeps_pools_apart_is_named_with_both_values() {
             assert!(e.context().iter().any(|c| *c == ("differs", said.clone())), "{said} in {e}");
         }
     }
-    let e = Share::between(&[prefill.clone(), rows(1)], &[prefill.clone()]).unwrap_err();
+    let e =
+        Share::between(&[prefill.clone(), rows(1)], std::slice::from_ref(&prefill)).unwrap_err();
     assert!(e.to_string().contains("pools: decode 1 / prefill 2"), "{e}");
     // All of them at once.
     let decode = Layout { head_dim: 9, page_tokens: 6, dtype: Dtype::U8, ..prefill.clone() };

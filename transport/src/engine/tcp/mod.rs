@@ -11,7 +11,6 @@
 //! beyond that: use it inside a trusted network.
 
 mod lane;
-mod pen;
 mod receiver;
 mod sender;
 pub mod wire;
@@ -27,12 +26,13 @@ use kvlane_proto::{
     limits,
 };
 
-use self::lane::{Io, Jitter, sort};
-use self::pen::Pens;
-pub use self::pen::RevokeHandle;
+use self::lane::{Io, sort};
 use self::receiver::Inbound;
 use self::sender::{Outbound, Remote};
 use self::wire::{Blob, HELLO_BYTES, Hello, Token};
+use super::pen::Pens;
+pub use super::pen::RevokeHandle;
+use super::redial::Jitter;
 use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
 use crate::random::{fill_random, random};

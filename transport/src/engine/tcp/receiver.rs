@@ -15,9 +15,9 @@ use std::sync::Arc;
 use kvlane_proto::{Error, ErrorKind, GrantId, LaneId, LinkId, PartId, Refusal};
 
 use super::lane::{ACK_BACKLOG_BYTES, CALL_BYTES, CALLS_PER_TURN, Io, sort};
-use super::pen::{Pens, Target};
 use super::wire::{Ack, HEADER_BYTES, Header, Status};
 use crate::engine::EngineEvent;
+use crate::engine::pen::{Pens, Target};
 use crate::memory::Registry;
 use crate::sys::mem::Pages;
 use crate::sys::net;

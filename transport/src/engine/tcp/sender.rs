@@ -15,8 +15,9 @@ use kvlane_proto::{
 };
 
 use super::TcpConfig;
-use super::lane::{CALL_BYTES, CALLS_PER_TURN, Io, Jitter, sort};
+use super::lane::{CALL_BYTES, CALLS_PER_TURN, Io, sort};
 use super::wire::{ACK_BYTES, Ack, HEADER_BYTES, Header, Hello, Status, Token};
+use crate::engine::redial::Jitter;
 use crate::engine::{EngineEvent, Interest, Post};
 use crate::memory::{Region, Registry};
 use crate::sys::mem::Pages;

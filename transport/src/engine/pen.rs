@@ -1,4 +1,5 @@
-//! Who may write: the open grants, each with a lock that one receive holds.
+//! Who may write, where the receiver copies: the open grants, each with a lock that one receive or
+//! copy holds.
 //!
 //! In: grants opened by the engine, revokes from any thread. Out: the target that a frame may land
 //! in, and [`FenceProof`]s. Invariants: bytes land only while the target's pen is held and open;
