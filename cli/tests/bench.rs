@@ -186,21 +186,24 @@ fn whoever_has_nothing_to_do_sleeps() {
 /// The worker processes of a bench of rooms that goes on until it is ended.
 fn rooms_running() -> (Child, Vec<u32>) {
     let args = ["--rooms", "1000000"];
-    let child = bench(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = bench(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let begun = Instant::now();
-    loop {
-        let started = children(child.id());
-        let cut = |pid: &u32| {
-            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            text(&line).contains("--taker")
-        };
-        // The prefill worker is the last that is started.
-        if started.len() == 3 && started.iter().any(cut) {
-            return (child, started);
+    // The prefill worker is the last that is started.
+    let is_prefill = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        text(&line).contains("--taker")
+    };
+    let mut started = children(child.id());
+    while started.len() < 3 || !started.iter().any(is_prefill) {
+        if begun.elapsed() > CAP {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("never started");
         }
-        assert!(begun.elapsed() < CAP, "never started");
         std::thread::sleep(Duration::from_millis(10));
+        started = children(child.id());
     }
+    (child, started)
 }
 
 #[test]

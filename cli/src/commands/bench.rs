@@ -32,7 +32,16 @@ Columns (GB = 10^9 bytes; the first ten are named as nixlbench names them):
   Idle P50, P99           the same after 300 us of nothing
 Rows of --ceiling: raw-tcp is a blocking writev/readv loop over one connection between random pages,
 the best of three call sizes; raw-rtt is its single pages with one byte of ack; memcpy copies between
-two mappings of this process. Rows of --peers: see docs/performance.md.";
+two mappings of this process. Rows of --peers: see docs/performance.md.
+
+With --rooms, --connections or --rest no page moves and no other flag of the above counts: a bootstrap
+service, a prefill and a decode worker are processes of their own with certificates of a throw-away
+authority, this process is the router, and everything between them is QUIC.
+  Reserve                 --rooms: the coordinator's call to reserve a room
+  Done                    from the same moment until it knows that the room is done, both legs' way
+                          to their workers included; first one room after the other, then K together
+  Bytes/connection        --connections: what the service's resident memory grew by, for each session
+  CPU, Wake-ups           --rest: of each process, while a link is up and no room runs";
 
 #[derive(clap::Args)]
 #[command(after_long_help = EXAMPLES)]
