@@ -6,6 +6,7 @@
 //! [`mod@bench`] measures engines by themselves.
 
 mod bench;
+mod cluster;
 mod commands;
 mod load;
 mod memory;
@@ -44,6 +45,11 @@ enum Command {
     /// The receiving process of `bench`, which starts it
     #[command(hide = true)]
     BenchReceiver,
+    /// What one instance would send to another: pairs of ranks, writes, bytes, or why not
+    Plan(commands::plan::Args),
+    /// A worker process of `bench --rooms`, which starts it
+    #[command(hide = true)]
+    BenchWorker(bench::control::worker::Args),
     /// Certificates: make a CA, issue, renew
     #[command(subcommand)]
     Ca(commands::ca::Command),
@@ -66,6 +72,8 @@ fn main() -> ExitCode {
             Command::Replay(args) => commands::replay::run(args).await,
             Command::Bench(args) => commands::bench::run(args).await,
             Command::BenchReceiver => bench::receiver::run(),
+            Command::Plan(args) => commands::plan::run(&args),
+            Command::BenchWorker(args) => bench::control::worker::run(args).await,
             Command::Ca(command) => commands::ca::run(command),
         }
     });

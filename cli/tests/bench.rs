@@ -109,6 +109,12 @@ fn what_cannot_be_is_refused_by_name() {
         (&["--pages", "0"], &["--pages"]),
         (&["--rails", "65"], &["--rails"]),
         (&["--runs", "0"], &["--runs"]),
+        (&["--rooms", "0"], &["--rooms"]),
+        (&["--rooms", "5", "--in-flight", "0"], &["--in-flight"]),
+        (&["--in-flight", "5"], &["--rooms"]),
+        (&["--rooms", "5", "--pages", "4"], &["--rooms", "--pages"]),
+        (&["--rooms", "5", "--connections", "4"], &["--rooms", "--connections"]),
+        (&["--connections", "0"], &["--connections"]),
         (
             &["--page-bytes", "67108864", "--pages", "500000"],
             &["not enough memory", "asked_mib=64000000", "--pages"],
@@ -121,6 +127,108 @@ fn what_cannot_be_is_refused_by_name() {
         for says in says {
             assert!(stderr.contains(says), "{args:?}: {stderr}");
         }
+    }
+}
+
+#[test]
+fn rooms_without_pages_have_a_row_one_by_one_and_a_row_together() {
+    let out = output(&["--rooms", "50", "--in-flight", "7", "--json"]);
+    let rows = rows(&out);
+    assert_eq!(text(&out.stdout).lines().count(), 1);
+    assert_eq!(rows.len(), 2);
+    for (row, in_flight) in rows.iter().zip([1, 7]) {
+        assert_eq!((&row["engine"], &row["emulated"]), (&"quic".into(), &false.into()));
+        assert_eq!((&row["rooms"], &row["in_flight"]), (&50.into(), &in_flight.into()));
+        let figure = |key| row[key].as_f64().unwrap_or_else(|| panic!("{key} of {row}"));
+        assert!(figure("rooms_per_s") > 0.0 && figure("reserve_p50_us") > 0.0, "{row}");
+        // A room is done after it was reserved.
+        assert!(figure("p50_us") > figure("reserve_p50_us"), "{row}");
+        assert!(figure("p99_us") >= figure("p50_us"), "{row}");
+        assert!(figure("reserve_p99_us") >= figure("reserve_p50_us"), "{row}");
+    }
+    let out = output(&["--rooms", "3"]);
+    assert!(out.status.success());
+    let table = text(&out.stdout);
+    let lines: Vec<Vec<&str>> =
+        table.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+    assert_eq!(lines[0][1..4], ["Rooms", "In flight", "Lanes"], "{table}");
+    assert_eq!(lines[1][..4], ["rooms, one by one", "3", "1", "32"], "{table}");
+    assert_eq!(lines[2][..4], ["rooms, together", "3", "32", "32"], "{table}");
+}
+
+#[test]
+fn an_idle_session_costs_the_service_less_than_100_kib() {
+    let rows = rows(&output(&["--connections", "20", "--json"]));
+    assert_eq!(rows.len(), 1);
+    let figure = |key: &str| rows[0][key].as_u64().unwrap_or_else(|| panic!("{key} of {rows:?}"));
+    assert_eq!(figure("connections"), 20);
+    let (before, after) = (figure("rss_before_bytes"), figure("rss_after_bytes"));
+    assert!(after > before, "{rows:?}");
+    assert_eq!(figure("bytes_per_connection"), (after - before) / 20);
+    assert!(figure("bytes_per_connection") < 100 << 10, "{rows:?}");
+}
+
+#[test]
+fn whoever_has_nothing_to_do_sleeps() {
+    let rows = rows(&output(&["--rest", "3", "--json"]));
+    let whats: Vec<&str> = rows.iter().map(|row| row["what"].as_str().unwrap()).collect();
+    let workers = ["rest, prefill worker", "rest, decode worker"];
+    assert_eq!(whats, ["rest, service", workers[0], workers[1], "rest, router"]);
+    for row in &rows {
+        assert!(row["seconds"].as_f64().unwrap() >= 3.0);
+        assert!(row["cpu_percent"].as_f64().unwrap() >= 0.0);
+        // Heartbeats, leases and the snapshot need some tens; a thread that polls, thousands.
+        let wakeups = row["wakeups_per_s"].as_f64().unwrap();
+        assert!(wakeups > 0.0 && wakeups < 300.0, "{row}");
+    }
+}
+
+/// The worker processes of a bench of rooms that goes on until it is ended.
+fn rooms_running() -> (Child, Vec<u32>) {
+    let args = ["--rooms", "1000000"];
+    let child = bench(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let begun = Instant::now();
+    loop {
+        let started = children(child.id());
+        let cut = |pid: &u32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            text(&line).contains("--taker")
+        };
+        // The prefill worker is the last that is started.
+        if started.len() == 3 && started.iter().any(cut) {
+            return (child, started);
+        }
+        assert!(begun.elapsed() < CAP, "never started");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_worker_that_dies_ends_a_bench_of_rooms_with_its_name() {
+    for (place, name) in [(1, "decode-0"), (2, "prefill-0")] {
+        let (child, mut started) = rooms_running();
+        started.sort_unstable();
+        // Rooms are on their way by then, or about to be.
+        std::thread::sleep(Duration::from_millis(500));
+        signal(started[place], "KILL");
+        let (code, stderr) = ended(child);
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains("peer_lost"), "{stderr}");
+        assert!(stderr.contains(&format!("process={name}, found=killed by signal 9")), "{stderr}");
+        for pid in started {
+            assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
+        }
+    }
+}
+
+#[test]
+fn an_interruption_ends_a_bench_of_rooms() {
+    let (child, started) = rooms_running();
+    signal(child.id(), "INT");
+    let (code, stderr) = ended(child);
+    assert_eq!((code, stderr.as_str()), (Some(130), "interrupted\n"));
+    for pid in started {
+        assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
     }
 }
 

@@ -316,14 +316,9 @@ impl Router {
     pub(crate) async fn hand_off(&self, prefill: &Worker, decode: &Worker, tokens: u32) {
         let request = self.reserve(prefill, decode, tokens).await;
         let ended = self.run(prefill, decode, &request).await;
-        let layout = self
-            .coordinator
-            .snapshot()
-            .worker(&decode.identity)
-            .unwrap()
-            .view
-            .registration
-            .layout
+        let layout =
+            self.coordinator.snapshot().worker(&decode.identity).unwrap().view.registration.pools
+                [0]
             .clone();
         let pages =
             u64::from(layout.blocks_for(tokens)) * u64::from(layout.layers * layout.kind.slabs());

@@ -256,7 +256,7 @@ async fn a_pair_of_different_layouts_is_refused_with_the_field_and_both_values()
     let cluster = Cluster::start().await;
     let router = cluster.router("r").await;
     let (prefill, decode) = tokio::join!(
-        cluster.worker(Role::Prefill, "p", &["--page-tokens", "32"]),
+        cluster.worker(Role::Prefill, "p", &["--page-tokens", "24"]),
         cluster.worker(Role::Decode, "d", &[]),
     );
     router.sees(&prefill).await;
@@ -264,15 +264,15 @@ async fn a_pair_of_different_layouts_is_refused_with_the_field_and_both_values()
     let asked = router.coordinator.reserve(Router::request(&prefill, &decode, TOKENS));
     let e = within("a reservation", asked).await.unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Incompatible, "{e}");
-    assert!(e.to_string().contains("page_tokens: decode 16 / prefill 32"), "{e}");
+    assert!(e.to_string().contains("page_tokens: decode 16 / prefill 24"), "{e}");
     // Nor between themselves.
     let pair = Pair { _cluster: cluster, router, prefill, decode };
     let r = Request { deadline_ms: 5_000, ..pair.free(1) };
     let reply = pair.send_decode(&r).await.reply().await.unwrap();
     reply.assert_failed(&[ErrorKind::Incompatible]);
-    assert!(reply.why().text.contains("page_tokens: decode 16 / prefill 32"), "{reply:?}");
+    assert!(reply.why().text.contains("page_tokens: decode 16 / prefill 24"), "{reply:?}");
     until("the prefill says so too", || {
-        pair.prefill.process.log().contains("page_tokens: decode 16 / prefill 32").then_some(())
+        pair.prefill.process.log().contains("page_tokens: decode 16 / prefill 24").then_some(())
     })
     .await;
 }

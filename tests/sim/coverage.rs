@@ -1,18 +1,10 @@
 //! What the seeds have exercised. A counter that stays zero means that the simulator proves less
 //! than it says, so the test fails.
 
-use kvlane_proto::DataPath;
+use crate::engines::Kind;
 
-/// Engine kinds, as columns of the table.
-pub(crate) const KINDS: [&str; 3] = ["receiver copies", "one-sided", "puller"];
-
-pub(crate) const fn kind(path: DataPath) -> usize {
-    match path {
-        DataPath::ReceiverCopies => 0,
-        DataPath::OneSided => 1,
-        DataPath::Puller => 2,
-    }
-}
+/// Kinds of engine, as columns of the table.
+pub(crate) const KINDS: [&str; 3] = ["socket", "one-sided", "memory"];
 
 macro_rules! counters {
     ($($name:ident = $text:literal, $kinds:expr;)*) => {
@@ -38,11 +30,11 @@ counters! {
     LateWrite = "late write landed before fence", [1];
     LandedTwice = "write landed twice", [1];
     Scrapped = "stale frame scrapped", [0];
-    RetryOverChunk = "retry over a chunk boundary", [0, 1];
+    RetryOverChunk = "retry over a chunk boundary", [0, 1, 2];
     AbortBeforeOffer = "abort before offer", [];
     AbortOvertakes = "abort overtakes reserve", [];
     AbortAfterDone = "abort after done", [];
-    LostAck = "lost ack after the last part", [0, 1];
+    LostAck = "lost ack after the last part", [0, 1, 2];
     LeaseExpiry = "lease expiry", [];
     Quarantine = "quarantine", [0, 1, 2];
     LateProof = "late proof ends a quarantine", [];
@@ -52,11 +44,11 @@ counters! {
     PartialPage = "partial last page done", [0, 1, 2];
     Revoke = "revoke", [0, 1, 2];
     QuiesceClose = "quiesce, then close", [1];
-    PullStale = "pull stale", [2];
+    StaleCopy = "copied too late, and discarded", [2];
     StoppedMidCopy = "copy stopped in a part", [0, 2];
     KeyRepeated = "key repeated", [];
     QueueWait = "queue wait", [0, 1, 2];
-    Failover = "lane loss with failover", [0, 1];
+    Failover = "lane loss with failover", [0, 1, 2];
     EarlyPrefill = "early prefill", [0, 1, 2];
     LatePrefill = "offer before its leg", [0, 1, 2];
     FinishEarly = "finish with missing pages", [];
@@ -68,6 +60,24 @@ counters! {
     Drain = "drain", [];
     LinkFailed = "link failed", [];
     LinkLost = "link lost", [0, 1, 2];
+    Sources = "room of several sources done", [0, 1, 2];
+    Mixed = "room of several engines done", [];
+    SourceLost = "one of several sources lost", [0, 1, 2];
+    Takers = "leg of several takers done", [0, 1, 2];
+    TakerFailed = "leg done for some takers only", [];
+    WrongSources = "wrong set of sources refused", [];
+    WrongTakers = "leg with other takers than decodes", [];
+    Thaw = "told that it stood still", [];
+    Undone = "reserved at some ranks, undone", [];
+    Heads = "ranks with other heads done", [0, 1, 2];
+    Stages = "ranks with other layers done", [0, 1, 2];
+    Copies = "one of ranks with the same heads sends", [0, 1, 2];
+    PageSizes = "page sizes differ, done", [0, 1, 2];
+    Orders = "orders differ, done", [0, 1, 2];
+    Packing = "K and V apart and together, done", [0, 1, 2];
+    Window = "pool with a window done", [0, 1, 2];
+    Rows = "pool of rows done", [0, 1, 2];
+    Pools = "three pools done", [0, 1, 2];
 }
 
 /// Where a room was when somebody died.
@@ -130,7 +140,8 @@ impl Coverage {
                 // Before its link a room has no engine; where the receiver moves the bytes, it
                 // fences in the moment in which the last part is there.
                 for (kind, n) in n.iter().enumerate() {
-                    let applies = (2..=6).contains(&phase) && (phase != 5 || kind == 1);
+                    let applies =
+                        (2..=6).contains(&phase) && (phase != 5 || kind == Kind::OneSided as usize);
                     if applies && *n == 0 {
                         out.push(format!("{role} crash while {name} ({})", KINDS[kind]));
                     }
@@ -140,7 +151,7 @@ impl Coverage {
         out
     }
     pub(crate) fn print(&self) {
-        println!("{:<34}{:>16}{:>12}{:>12}", "", KINDS[0], KINDS[1], KINDS[2]);
+        println!("{:<40}{:>16}{:>12}{:>12}", "", KINDS[0], KINDS[1], KINDS[2]);
         for (c, name, _) in COUNTERS {
             let n = self.counts[*c as usize];
             println!("{name:<34}{:>16}{:>12}{:>12}", n[0], n[1], n[2]);

@@ -1,27 +1,58 @@
 //! Simulated engines of all three kinds.
 //!
-//! - Receiver copies: frames in order on a lane, put in place word by word, each step admitted by
-//!   [`Grants::admit`]; what is not admitted is scrapped and refused.
+//! - Socket: frames in order on a lane, put in place word by word by the receiver, each step
+//!   admitted by [`Grants::admit`]; what is not admitted is scrapped and refused.
 //! - One-sided: posted writes land word by word at random later times, may land twice, and go on
 //!   landing after the sender was told that the lane is lost, and after the sender died, until the
 //!   receiver destroys its end. Nobody at the receiver looks at them.
-//! - Puller: the receiver copies from the sender's memory, then reads the serve word again.
+//! - Memory: a post is a description. The receiver copies later, out of the sender's memory as it
+//!   is then, admitted like a frame; then it reads the sender's serve word again, which the sender
+//!   raises before it gives its blocks back. What was copied under another word is refused. A part
+//!   that has landed is not written again.
 //!
-//! A source page is read when it lands, so a page that is reused too early is seen. Where the
-//! sender has destroyed its end, what is still under way carries the bytes of that moment.
-//! A fence takes time, can be late or fail; what may land goes on landing until it completes.
+//! A source word is read when it lands, so a page that is reused too early is seen. Where the
+//! sender of a socket or queue pair has destroyed its end, what is still under way carries the
+//! bytes of that moment. A fence takes time, can be late or fail; what may land goes on landing
+//! until it completes.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use kvlane_proto::grants::FenceHow;
-use kvlane_proto::msg::peer::{DataPath, Serve};
+use kvlane_proto::msg::peer::DataPath;
+use kvlane_proto::mutant::Mutant;
 use kvlane_proto::{ErrorKind, GrantId, LaneId, LinkId, PartId, PartPages, Plan, Refusal, RoomId};
 
 use crate::coverage::C;
 use crate::invariants::Inv;
-use crate::pools::{Block, WORDS, content};
+use crate::pools::{Block, Memory, WORD_BYTES, addresses, is_canary, is_draft_of, writes};
 use crate::world::{DEvent, Ev, Fence, PEvent, Quiet, World};
+
+/// How the bytes of a session travel; also the columns of the coverage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Socket,
+    OneSided,
+    Memory,
+}
+
+impl Kind {
+    /// As the machines see it.
+    pub(crate) const fn path(self) -> DataPath {
+        match self {
+            Self::Socket | Self::Memory => DataPath::ReceiverCopies,
+            Self::OneSided => DataPath::OneSided,
+        }
+    }
+    /// The engine that is like it.
+    pub(crate) const fn engine(self) -> &'static str {
+        match self {
+            Self::Socket => "tcp",
+            Self::OneSided => "verbs",
+            Self::Memory => "shm",
+        }
+    }
+}
 
 /// One connection or queue pair. A new one is made after each loss; numbers are never reused.
 pub(crate) struct Conn {
@@ -40,66 +71,91 @@ pub(crate) struct Conn {
 pub(crate) struct Xfer {
     pub(crate) grant: GrantId,
     part: PartId,
-    /// The sender's pages.
-    source: Vec<usize>,
-    /// Where a one-sided write goes.
-    to: Vec<usize>,
+    /// The sender's words.
+    source: Vec<u64>,
+    /// Where they go, once that is known.
+    to: Vec<u64>,
     /// The bytes, where the source is not read any more.
     taken: Option<Vec<u64>>,
     step: usize,
-    scrap: bool,
+    fate: Fate,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    Land,
+    /// Not admitted.
+    Scrap,
+    /// It has landed over another lane.
+    Repeat,
 }
 
 /// A grant at the receiver's engine.
 pub(crate) struct OpenGrant {
-    pub(crate) sid: usize,
-    pub(crate) lanes: Vec<LaneId>,
-    pub(crate) plan: Arc<Plan>,
+    pub(crate) sources: BTreeMap<usize, OpenSource>,
     pub(crate) fencing: bool,
 }
 
-/// One pull.
-pub(crate) struct PullJob {
-    serve: Arc<Serve>,
-    parts: VecDeque<PartId>,
-    step: usize,
+/// What one session may fill of a grant.
+pub(crate) struct OpenSource {
+    pub(crate) lanes: Vec<LaneId>,
+    landed: u128,
 }
 
 impl World {
     // ---- landing --------------------------------------------------------------------------
 
     /// Puts one word in place. `strict`: nothing may discard it any more.
-    fn land(&mut self, d: usize, grant: GrantId, page: usize, w: usize, value: u64, strict: bool) {
-        let pool = &self.pools[self.d[d].pool];
-        let block = pool.blocks[pool.block_of(page) as usize];
-        let slab = pool.slab_of(page);
+    fn land(&mut self, d: usize, grant: GrantId, to: u64, value: u64, strict: bool) {
+        let (n, word) = Memory::at(to);
+        let mem = self.d[d].mem;
+        let pool = &self.mems[mem].0[n];
+        let place = pool.geometry.place(word);
+        let block = pool.blocks[place.block as usize];
         let open = self.d[d].open.contains_key(&grant);
         match block {
-            Block::Lent { grant: g, seq, prompt_block, fill, .. } if g == grant && open => {
-                let want = content(seq, prompt_block, slab, fill, w);
+            Block::Lent { grant: g, seq, prompt_block, .. } if g == grant && open => {
+                let want = pool.geometry.content(seq, prompt_block, place);
                 if strict && value != want {
-                    let of_the_page = value >> 12 == want >> 12;
-                    let inv = match value >> 32 == u64::from(seq) {
-                        _ if value >> 48 == 0xCAFE => Inv::SourceKept,
-                        true if of_the_page => Inv::SentWhenFinal,
+                    let inv = match value {
+                        v if is_canary(v) => Inv::SourceKept,
+                        v if is_draft_of(v, want) => Inv::SentWhenFinal,
                         _ => Inv::LandsInGrant,
                     };
                     self.fails(inv, || {
-                        format!("page {page} of {block:?} gets {value:#x}, not {want:#x}")
+                        format!("{to:#x} of {block:?} gets {value:#x}, not {want:#x}")
                     });
                 }
             }
             Block::Withheld if open => {}
             _ => self.fails(Inv::LandsInGrant, || {
-                format!("decode {d}: a write of grant {grant} lands on page {page}, {block:?}")
+                format!("decode {d}: a write of grant {grant} lands at {to:#x}, {block:?}")
             }),
         }
-        let pool = self.d[d].pool;
-        self.pools[pool].words[page * WORDS + w] = value;
+        self.mems[mem].0[n].words[word] = value;
     }
 
-    fn pages(&self, pool: usize, pages: &PartPages) -> Vec<usize> {
-        pages.iter().map(|p| self.pools[pool].page_of(p.address)).collect()
+    /// The engine says that these words are in place.
+    fn check_landed(&mut self, d: usize, to: &[u64]) {
+        for &at in to {
+            let (n, word) = Memory::at(at);
+            let pool = &self.mems[self.d[d].mem].0[n];
+            let place = pool.geometry.place(word);
+            let (found, block) = (pool.words[word], pool.blocks[place.block as usize]);
+            let want = match block {
+                Block::Lent { seq, prompt_block, .. } => {
+                    pool.geometry.content(seq, prompt_block, place)
+                }
+                // A copy may still run where the fence has failed; nobody uses what it brings.
+                Block::Withheld => continue,
+                _ => 0,
+            };
+            if found != want {
+                return self.fails(Inv::SourceKept, || {
+                    format!("decode {d}: {at:#x} of {block:?} has {found:#x}, not {want:#x}")
+                });
+            }
+        }
     }
 
     // ---- sender ---------------------------------------------------------------------------
@@ -111,12 +167,11 @@ impl World {
         grant: GrantId,
         part: PartId,
         lane: LaneId,
-        layers: std::ops::Range<u32>,
-        ids: Arc<[u32]>,
+        pages: &PartPages,
     ) {
         self.check_post(p, sid, grant, part, lane);
         let s = &self.sessions[sid];
-        let (sp, path) = (s.pools[1], s.path);
+        let kind = s.kind;
         let Some(&c) = s.lanes.get(usize::from(lane.0)).filter(|&&c| c != usize::MAX) else {
             return;
         };
@@ -124,16 +179,20 @@ impl World {
             // The notice of its loss is on the way, and gives the part back.
             return;
         }
-        let pool = &self.pools[sp];
-        let source = match PartPages::of_source(&self.prof.layout, pool.map.clone(), layers, ids) {
-            Ok(pages) => self.pages(sp, &pages),
-            Err(e) => return self.fails(Inv::LandsInGrant, || format!("bad source: {e}")),
+        let (source, to) = if kind == Kind::OneSided {
+            match self.p[p].plans.get(&(sid, grant)).map(|plan| plan.pages(part)) {
+                Some(Ok(destination)) => writes(pages, &destination),
+                _ => Default::default(),
+            }
+        } else {
+            (addresses(pages), Vec::new())
         };
-        let to = match self.p[p].plans.get(&(sid, grant)).map(|plan| plan.pages(part)) {
-            Some(Ok(pages)) if path == DataPath::OneSided => self.pages(s_pool(self, sid), &pages),
-            _ => Vec::new(),
-        };
-        let xfer = Xfer { grant, part, source, to, taken: None, step: 0, scrap: false };
+        if source.len() as u64 * u64::from(WORD_BYTES) != pages.bytes() {
+            return self.fails(Inv::DoneIsComplete, || {
+                format!("part {part:?} of {grant} has {} words: {pages:?}", source.len())
+            });
+        }
+        let xfer = Xfer { grant, part, source, to, taken: None, step: 0, fate: Fate::Land };
         self.conns[c].queue.push_back(xfer);
         self.wake(c);
         let loss = self.prof.lane_loss;
@@ -146,7 +205,12 @@ impl World {
     fn wake(&mut self, c: usize) {
         if !self.conns[c].stepping && !self.conns[c].queue.is_empty() {
             self.conns[c].stepping = true;
-            let at = self.now + self.rng.range(5_000, 600_000);
+            // Who copies for himself may come to it late.
+            let late = self.sessions[self.conns[c].sid].kind == Kind::Memory
+                && !self.prof.calm
+                && self.rng.per_mille(60);
+            let most = if late { 60_000_000 } else { 600_000 };
+            let at = self.now + self.rng.range(5_000, most);
             self.push(at, None, Ev::Step { conn: c });
         }
     }
@@ -154,22 +218,22 @@ impl World {
     /// The sender's engine is asked to stop a grant.
     pub(crate) fn quiesce(&mut self, p: usize, sid: usize, grant: GrantId) {
         self.p[p].quiet.insert((sid, grant));
-        let path = self.sessions[sid].path;
-        if path == DataPath::Puller {
-            // Bumped before the source is reused: whoever copies meanwhile throws it away.
+        let kind = self.sessions[sid].kind;
+        if kind == Kind::Memory {
+            // Raised before the source is reused: whoever copies meanwhile throws it away.
             self.bumped.insert((sid, grant));
         }
-        if path == DataPath::ReceiverCopies {
-            // What has not left is taken back; what is in the socket's buffer is not.
+        if kind != Kind::OneSided {
+            // What has not left is taken back; what is in the socket's buffer, or described, is not.
             for c in 0..self.conns.len() {
                 if self.conns[c].sid != sid || !self.conns[c].alive[1] {
                     continue;
                 }
-                let buffered = self.rng.per_mille(500);
+                let left = self.rng.per_mille(500);
                 let mut queue = std::mem::take(&mut self.conns[c].queue);
                 queue.retain_mut(|x| {
-                    let keep = x.grant != grant || x.step > 0 || x.scrap || buffered;
-                    if x.grant == grant && keep {
+                    let keep = x.grant != grant || x.step > 0 || x.fate != Fate::Land || left;
+                    if x.grant == grant && keep && kind == Kind::Socket {
                         self.take_bytes(sid, x);
                     }
                     keep
@@ -186,21 +250,31 @@ impl World {
     /// From here on the part does not read its source.
     fn take_bytes(&self, sid: usize, x: &mut Xfer) {
         if x.taken.is_none() {
-            let words = &self.pools[self.sessions[sid].pools[1]].words;
-            let of = |&p: &usize| words[p * WORDS..(p + 1) * WORDS].iter().copied();
-            x.taken = Some(x.source.iter().flat_map(of).collect());
+            let memory = &self.mems[self.sessions[sid].mems[1]];
+            x.taken = Some(x.source.iter().map(|&at| memory.read(at)).collect());
         }
+    }
+
+    /// Whether anything that was posted for a grant may still read the source, and would count.
+    pub(crate) fn reads_source(&self, sid: usize, grant: GrantId) -> bool {
+        let memory = self.sessions[sid].kind == Kind::Memory;
+        let reads = |c: &Conn| if memory { c.alive[0] } else { c.alive[1] };
+        let stale = memory && self.bumped.contains(&(sid, grant));
+        !stale
+            && self.conns.iter().any(|c| {
+                c.sid == sid
+                    && reads(c)
+                    && c.queue.iter().any(|x| {
+                        x.grant == grant && x.taken.is_none() && (!memory || x.fate == Fate::Land)
+                    })
+            })
     }
 
     pub(crate) fn quiet_check(&mut self, p: usize) {
         let mut i = 0;
         while i < self.p[p].quieting.len() {
             let (sid, grant, since) = self.p[p].quieting[i];
-            let posted = self.conns.iter().any(|c| {
-                c.sid == sid
-                    && c.alive[1]
-                    && c.queue.iter().any(|x| x.grant == grant && x.taken.is_none())
-            });
+            let posted = self.reads_source(sid, grant);
             // An engine that cannot become quiet gives its lanes up, some time.
             let stuck = posted && self.now > since + 1_000_000 * 2 * self.prof.fence_ms;
             if stuck {
@@ -215,7 +289,7 @@ impl World {
                 continue;
             }
             self.p[p].quieting.swap_remove(i);
-            let ev = PEvent::Quiesced { link: LinkId(sid as u64), grant, proof: Quiet };
+            let ev = PEvent::Quiesced { link: LinkId(sid as u64), grant, proof: Quiet(sid, grant) };
             let guard = self.sessions[sid].guard(1);
             self.push_for(self.now, guard, Ev::Prefill { p, ev: Box::new(ev) });
         }
@@ -300,17 +374,20 @@ impl World {
         let (sid, lane) = (self.conns[c].sid, self.conns[c].lane);
         let guard = self.sessions[sid].guard(side);
         self.push_for(self.now, guard, Ev::Lane { sid, side, lane, up: false });
-        let path = self.sessions[sid].path;
+        let kind = self.sessions[sid].kind;
         if side == 1 {
-            // What has left the sender lands or not; it does not read the source any more.
+            // What has left the sender lands or not; unless it was only described, it does not read
+            // the source any more.
             let mut queue = std::mem::take(&mut self.conns[c].queue);
-            let buffered = path == DataPath::OneSided || self.rng.per_mille(600);
+            let left = kind == Kind::OneSided || self.rng.per_mille(600);
             queue.retain_mut(|x| {
-                self.take_bytes(sid, x);
-                buffered
+                if kind != Kind::Memory {
+                    self.take_bytes(sid, x);
+                }
+                left
             });
             self.conns[c].queue = queue;
-            if path == DataPath::ReceiverCopies {
+            if kind != Kind::OneSided {
                 let at = self.after(0, 30);
                 self.push(at, None, Ev::End { conn: c, side: 0 });
             }
@@ -351,7 +428,7 @@ impl World {
                 continue;
             }
             // A receiver's queue pairs are destroyed by the fences of their grants, or later.
-            if side == 1 || self.sessions[sid].path != DataPath::OneSided {
+            if side == 1 || self.sessions[sid].kind != Kind::OneSided {
                 self.end_of_conn(c, side);
             } else {
                 let at = self.after(0, 400);
@@ -364,68 +441,57 @@ impl World {
 
     pub(crate) fn step(&mut self, c: usize) {
         self.conns[c].stepping = false;
-        let sid = self.conns[c].sid;
+        let (sid, lane) = (self.conns[c].sid, LaneId(self.conns[c].lane));
         let s = &self.sessions[sid];
-        let (d, pn, path, sp) = (s.d, s.pn, s.path, s.pools[1]);
-        let kind = s.kind();
+        let (d, pn, kind, from) = (s.d, s.pn, s.kind, s.mems[1]);
         if !self.conns[c].alive[0] || self.conns[c].queue.is_empty() {
             self.conns[c].queue.clear();
             return;
         }
-        // A NIC goes on where a process stands still.
-        let stands = path == DataPath::ReceiverCopies
-            && (self.hosts[d].stopped_until > self.now || self.hosts[pn].stopped_until > self.now);
-        if stands || self.cut_until(pn, d).is_some() {
+        // A NIC goes on where a process stands still, and memory is there.
+        let stops = |node: usize| self.hosts[node].stopped_until > self.now;
+        let cut = self.cut_until(pn, d).is_some();
+        let waits = match kind {
+            Kind::Socket => stops(d) || stops(pn) || cut,
+            Kind::OneSided => cut,
+            Kind::Memory => stops(d),
+        };
+        if waits {
             self.conns[c].stepping = true;
             let at = self.after(1, 30);
             return self.push(at, None, Ev::Step { conn: c });
         }
-        let at = match path {
-            DataPath::OneSided => self.rng.range(0, self.conns[c].queue.len() as u64 - 1) as usize,
+        let at = match kind {
+            Kind::OneSided => self.rng.range(0, self.conns[c].queue.len() as u64 - 1) as usize,
             _ => 0,
         };
         let mut x = self.conns[c].queue.remove(at).unwrap();
-        let total = x.source.len() * WORDS;
-        let burst = self.rng.range(1, 6) as usize;
+        let total = x.source.len();
+        let burst = self.rng.range(1, 8) as usize * if total > 48 { 8 } else { 2 };
         let end = (x.step + burst).min(total);
-        if path == DataPath::ReceiverCopies && !x.scrap {
-            let lane = LaneId(self.conns[c].lane);
-            match self.d[d].grants.admit(LinkId(sid as u64), lane, x.grant, x.part) {
-                Ok((grant, plan)) => {
-                    let pages = plan.pages(x.part).unwrap();
-                    x.to = self.pages(s_pool(self, sid), &pages);
-                    x.grant = if x.grant == grant { x.grant } else { grant };
-                }
-                Err(_) => {
-                    self.cov.hit(C::Scrapped, kind);
-                    if x.step > 0 {
-                        self.cov.hit(C::StoppedMidCopy, kind);
-                    }
-                    x.scrap = true;
-                }
-            }
+        if kind != Kind::OneSided && x.fate == Fate::Land {
+            self.admit(d, sid, lane, &mut x);
         }
-        if !x.scrap {
+        if x.fate == Fate::Land {
             let fencing = self.d[d].open.get(&x.grant).is_some_and(|o| o.fencing);
-            if path == DataPath::OneSided && (fencing || !self.conns[c].alive[1]) {
-                self.cov.hit(C::LateWrite, kind);
+            if kind == Kind::OneSided && (fencing || !self.conns[c].alive[1]) {
+                self.cov.hit(C::LateWrite, kind as usize);
             }
-            for step in x.step..end.min(x.to.len() * WORDS) {
-                let (page, w) = (step / WORDS, step % WORDS);
+            for step in x.step..end.min(x.to.len()) {
                 let value = match &x.taken {
                     Some(words) => words[step],
-                    None => self.pools[sp].words[x.source[page] * WORDS + w],
+                    None => self.mems[from].read(x.source[step]),
                 };
-                self.land(d, x.grant, x.to[page], w, value, true);
+                self.land(d, x.grant, x.to[step], value, kind != Kind::Memory);
             }
         }
         x.step = end;
         if end < total {
             let queue = &mut self.conns[c].queue;
             queue.insert(at.min(queue.len()), x);
-        } else if path == DataPath::OneSided && !x.to.is_empty() && self.rng.per_mille(60) {
+        } else if kind == Kind::OneSided && self.rng.per_mille(60) {
             // The NIC repeats it.
-            self.cov.hit(C::LandedTwice, kind);
+            self.cov.hit(C::LandedTwice, kind as usize);
             x.step = 0;
             self.conns[c].queue.push_back(x);
         } else {
@@ -434,102 +500,81 @@ impl World {
         self.wake(c);
     }
 
+    /// What the receiver's code asks before each copy.
+    fn admit(&mut self, d: usize, sid: usize, lane: LaneId, x: &mut Xfer) {
+        let node = &self.d[d];
+        let kind = self.sessions[sid].kind;
+        match node.grants.admit(LinkId(sid as u64), lane, x.grant, x.part) {
+            Ok((grant, plan)) => {
+                if x.to.is_empty() || grant != x.grant {
+                    x.to = plan.pages(x.part).map(|pages| addresses(&pages)).unwrap_or_default();
+                    x.grant = grant;
+                }
+                let source = node.open.get(&grant).and_then(|o| o.sources.get(&sid));
+                let landed = source.is_some_and(|s| s.landed >> x.part.0 & 1 == 1);
+                if kind == Kind::Memory && landed {
+                    x.fate = Fate::Repeat;
+                } else if x.to.len() != x.source.len() && !node.grants.trust_the_lane {
+                    let (from, to, part) = (x.source.len(), x.to.len(), x.part);
+                    self.fails(Inv::DoneIsComplete, || {
+                        format!("{part:?} of {grant}: {from} words are sent, {to} expected")
+                    });
+                }
+            }
+            Err(_) => {
+                self.cov.hit(C::Scrapped, kind as usize);
+                if x.step > 0 {
+                    self.cov.hit(C::StoppedMidCopy, kind as usize);
+                }
+                x.fate = Fate::Scrap;
+            }
+        }
+    }
+
     /// The last word of a part is through.
-    fn landed(&mut self, c: usize, d: usize, x: Xfer) {
+    fn landed(&mut self, c: usize, d: usize, mut x: Xfer) {
         let sid = self.conns[c].sid;
-        if !x.scrap {
-            self.part_arrived(d, sid, x.grant, x.part);
+        if self.sessions[sid].kind == Kind::Memory && x.fate == Fate::Land {
+            // The copy is there; was the source what it said all the time?
+            let trusts = self.prof.mutant == Mutant::ServeWordNotRead;
+            if self.bumped.contains(&(sid, x.grant)) && !trusts {
+                self.cov.hit(C::StaleCopy, Kind::Memory as usize);
+                x.fate = Fate::Scrap;
+            } else {
+                self.check_landed(d, &x.to);
+                let open = self.d[d].open.get_mut(&x.grant);
+                if let Some(s) = open.and_then(|o| o.sources.get_mut(&sid)) {
+                    s.landed |= 1 << x.part.0;
+                }
+            }
+        }
+        if x.fate == Fate::Land {
+            let guard = self.sessions[sid].guard(0);
+            let at = self.now + self.rng.range(0, 100_000);
+            let (link, grant, part) = (LinkId(sid as u64), x.grant, x.part);
+            let ev = Box::new(DEvent::Arrived { link, grant, part });
+            self.push_for(at, guard, Ev::Decode { d, ev });
         }
         let at = self.now + self.rng.range(10_000, 3_000_000);
         let guard = self.sessions[sid].guard(1);
-        let ok = !x.scrap;
+        let ok = x.fate != Fate::Scrap;
         self.push_for(at, guard, Ev::Ack { conn: c, grant: x.grant, part: x.part, ok });
-    }
-
-    fn part_arrived(&mut self, d: usize, sid: usize, grant: GrantId, part: PartId) {
-        let guard = self.sessions[sid].guard(0);
-        let at = self.now + self.rng.range(0, 100_000);
-        let ev = Box::new(DEvent::Arrived { grant, part });
-        self.push_for(at, guard, Ev::Decode { d, ev });
-    }
-
-    // ---- pulls ----------------------------------------------------------------------------
-
-    pub(crate) fn pull(&mut self, d: usize, serve: Arc<Serve>, parts: Vec<PartId>) {
-        let grant = serve.grant;
-        if !self.d[d].open.contains_key(&grant) {
-            return self.fails(Inv::LandsInGrant, || format!("pull without grant {grant}"));
-        }
-        let jobs = self.d[d].pulls.entry(grant).or_default();
-        let idle = jobs.is_empty();
-        jobs.push(PullJob { serve, parts: parts.into(), step: 0 });
-        if idle {
-            let at = self.now + self.rng.range(5_000, 500_000);
-            self.push(at, Some(d), Ev::Pull { d, grant });
-        }
-    }
-
-    pub(crate) fn pull_step(&mut self, d: usize, grant: GrantId) {
-        let Some(open) = self.d[d].open.get(&grant) else { return };
-        let (sid, plan) = (open.sid, open.plan.clone());
-        let Some(job) = self.d[d].pulls.get_mut(&grant).and_then(|j| j.first_mut()) else { return };
-        let Some(&part) = job.parts.front() else {
-            self.d[d].pulls.get_mut(&grant).unwrap().remove(0);
-            return self.push(self.now, Some(d), Ev::Pull { d, grant });
-        };
-        let serve = job.serve.clone();
-        let mut step = job.step;
-        let rect = plan.grid().rect(part).unwrap();
-        let to = self.pages(s_pool(self, sid), &plan.pages(part).unwrap());
-        let ids = serve.blocks.expand(self.prof.blocks).unwrap();
-        let from = (rect.blocks.start - serve.first_block) as usize;
-        let until = (rect.blocks.end - serve.first_block) as usize;
-        let sp = self.sessions[sid].pools[1];
-        let map = self.pools[sp].map.clone();
-        let pages =
-            PartPages::of_source(&self.prof.layout, map, rect.layers, ids[from..until].into());
-        let source = self.pages(sp, &pages.unwrap());
-        let total = to.len() * WORDS;
-        if step < total {
-            let end = (step + self.rng.range(1, 6) as usize).min(total);
-            while step < end {
-                let (page, w) = (step / WORDS, step % WORDS);
-                let value = self.pools[sp].words[source[page] * WORDS + w];
-                self.land(d, grant, to[page], w, value, false);
-                step += 1;
-            }
-            self.d[d].pulls.get_mut(&grant).unwrap()[0].step = step;
-        } else {
-            // The copy is there; was the source what it said all the time?
-            if self.bumped.contains(&(sid, grant)) {
-                self.cov.hit(C::PullStale, 2);
-                self.d[d].pulls.remove(&grant);
-                return self.decode(d, DEvent::PullStale { grant });
-            }
-            for &page in &to {
-                self.check_page(d, page, Inv::SourceKept);
-            }
-            let job = &mut self.d[d].pulls.get_mut(&grant).unwrap()[0];
-            job.parts.pop_front();
-            job.step = 0;
-            self.part_arrived(d, sid, grant, part);
-        }
-        let at = self.now + self.rng.range(5_000, 1_500_000);
-        self.push(at, Some(d), Ev::Pull { d, grant });
     }
 
     // ---- fences ---------------------------------------------------------------------------
 
     pub(crate) fn fence(&mut self, d: usize, grant: GrantId, how: FenceHow) {
         // A grant that was never opened is fenced at once.
-        let opened = self.d[d].open.contains_key(&grant);
-        let mut kind = 0;
+        let mut sids = Vec::new();
         if let Some(open) = self.d[d].open.get_mut(&grant) {
             open.fencing = true;
-            kind = self.sessions[open.sid].kind();
-            let c = if how == FenceHow::Revoke { C::Revoke } else { C::QuiesceClose };
-            self.cov.hit(c, kind);
+            sids.extend(open.sources.keys().copied());
         }
+        let opened = !sids.is_empty();
+        let c = if how == FenceHow::Revoke { C::Revoke } else { C::QuiesceClose };
+        let kinds = if opened { self.kinds(sids) } else { Vec::new() };
+        kinds.iter().for_each(|&kind| self.cov.hit(c, kind));
+        let one_sided = kinds.contains(&(Kind::OneSided as usize));
         self.d[d].fences += 1;
         let trouble = self.prof.fence_trouble;
         let ms = self.prof.fence_ms;
@@ -544,7 +589,7 @@ impl World {
                 }
             }
             self.after(ms, 3 * ms)
-        } else if how == FenceHow::Revoke && kind == 1 {
+        } else if how == FenceHow::Revoke && one_sided {
             self.after(0, 20)
         } else {
             self.now + self.rng.range(1_000, 2_000_000)
@@ -559,20 +604,30 @@ impl World {
 
     pub(crate) fn fence_done(&mut self, d: usize, grant: GrantId, how: FenceHow) {
         self.d[d].fences -= 1;
-        if let Some(open) = self.d[d].open.remove(&grant) {
-            self.d[d].grants.close(grant);
-            if self.d[d]
-                .pulls
-                .remove(&grant)
-                .is_some_and(|jobs| jobs.first().is_some_and(|j| j.step > 0))
-            {
-                self.cov.hit(C::StoppedMidCopy, 2);
+        if let Some(mut open) = self.d[d].open.remove(&grant) {
+            let mut plans: Vec<_> = self.d[d].grants.close(grant).collect();
+            if self.prof.mutant == Mutant::FenceFirstLink {
+                // The other links are left as they are.
+                let rest = open.sources.split_off(&(open.sources.keys().min().unwrap() + 1));
+                plans.retain(|(link, _)| rest.contains_key(&(link.0 as usize)));
+                let links = plans.into_iter().map(|(link, plan)| {
+                    let lanes = rest[&(link.0 as usize)].lanes.clone();
+                    (link, lanes, plan.grid().parts(), plan)
+                });
+                if !rest.is_empty() {
+                    let _ = self.d[d].grants.open(grant, links.collect::<Vec<_>>());
+                    let left = OpenGrant { sources: rest, fencing: true };
+                    self.d[d].open.insert(grant, left);
+                }
             }
-            let one_sided = self.sessions[open.sid].path == DataPath::OneSided;
-            if how == FenceHow::Revoke && one_sided {
+            let pairs = open.sources.iter().filter(|(sid, _)| {
+                how == FenceHow::Revoke && self.sessions[**sid].kind == Kind::OneSided
+            });
+            let pairs: Vec<_> = pairs.map(|(&sid, s)| (sid, s.lanes.clone())).collect();
+            for (sid, lanes) in pairs {
                 for c in 0..self.conns.len() {
                     let conn = &self.conns[c];
-                    if conn.sid == open.sid && open.lanes.contains(&LaneId(conn.lane)) {
+                    if conn.sid == sid && lanes.contains(&LaneId(conn.lane)) {
                         self.end_of_conn(c, 0);
                     }
                 }
@@ -588,26 +643,35 @@ impl World {
         &mut self,
         d: usize,
         room: RoomId,
-        sid: usize,
         grant: GrantId,
-        lanes: Vec<LaneId>,
-        plan: Arc<Plan>,
+        sources: Vec<(LinkId, Vec<LaneId>, Arc<Plan>)>,
     ) {
-        let parts = plan.grid().parts();
+        let parts: Vec<_> =
+            sources.iter().map(|(l, _, plan)| (l.0 as usize, plan.grid().parts())).collect();
+        let open = sources.iter().map(|(link, lanes, _)| {
+            (link.0 as usize, OpenSource { lanes: lanes.clone(), landed: 0 })
+        });
+        let open = OpenGrant { sources: open.collect(), fencing: false };
+        let links = sources.into_iter().map(|(link, lanes, plan)| {
+            let parts = plan.grid().parts();
+            (link, lanes, parts, plan)
+        });
         let node = &mut self.d[d];
-        if node.grants.open(grant, LinkId(sid as u64), &lanes, parts, plan.clone()).is_err() {
+        if node.grants.open(grant, links).is_err() || open.sources.len() != parts.len() {
             self.fails(Inv::LandsInGrant, || format!("grant {grant} opened twice"));
             return;
         }
-        node.open.insert(grant, OpenGrant { sid, lanes, plan, fencing: false });
+        node.open.insert(grant, open);
         if let Some(r) = node.rooms.get_mut(&room) {
-            r.sid = Some(sid);
-            r.parts = parts;
+            r.opened(&parts);
         }
     }
-}
 
-/// The receiver's pool of a session.
-fn s_pool(w: &World, sid: usize) -> usize {
-    w.sessions[sid].pools[0]
+    /// The kinds of some sessions; of none, the first.
+    pub(crate) fn kinds(&self, sids: impl IntoIterator<Item = usize>) -> Vec<usize> {
+        let mut kinds: Vec<usize> = sids.into_iter().map(|sid| self.sessions[sid].kind()).collect();
+        kinds.sort_unstable();
+        kinds.dedup();
+        if kinds.is_empty() { vec![Kind::Socket as usize] } else { kinds }
+    }
 }

@@ -5,7 +5,7 @@
 pub(crate) enum Inv {
     /// 1, 2: a byte lands only while its grant lives, in memory that the grant names.
     LandsInGrant,
-    /// 2: a source page is as it was when it was posted.
+    /// 2: a source page is as it was when it was posted, until no taker can read it.
     SourceKept,
     /// 2: blocks come back once, with a proof, or are counted as withheld.
     BlocksBalance,
@@ -19,7 +19,8 @@ pub(crate) enum Inv {
     Answered,
     /// 3: what routers and the prefill are told is what the decode decided.
     OneOutcome,
-    /// 4: done means that every page holds the right bytes.
+    /// 4: done means that every page holds the right bytes of all sources, and nothing else has
+    /// changed.
     DoneIsComplete,
     /// 5: only final pages are sent.
     SentWhenFinal,

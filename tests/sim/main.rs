@@ -1,10 +1,11 @@
 //! Seeded simulator of the hand-off: the real machines, a hostile world, every promise checked
 //! after every step.
 //!
-//! `world.rs` is the loop and the faults, `network.rs` what workers tell each other, `engines.rs`
-//! the three kinds of data path, `serving.rs` the routers and toy serving engines, `pools.rs` the
-//! memory. A run is a function of its seed. A seed that fails prints the one line that plays it
-//! again with a trace.
+//! `world.rs` is the loop and the faults, `shapes.rs` what instances and their ranks look like,
+//! `network.rs` what workers tell each other, `engines.rs` the three kinds of data path,
+//! `serving.rs` the routers and toy serving engines, `pools.rs` the memory, `coverage.rs` what the
+//! seeds have shown. A run is a function of its seed. A seed that fails prints the one line that
+//! plays it again with a trace.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::too_many_arguments)]
 
@@ -15,6 +16,7 @@ mod network;
 mod pools;
 mod rng;
 mod serving;
+mod shapes;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,12 +29,17 @@ use invariants::{Inv, Violation};
 use kvlane_proto::mutant::Mutant;
 use world::World;
 
-const MUTANTS: [(Mutant, &str); 5] = [
+const MUTANTS: [(Mutant, &str); 10] = [
     (Mutant::NoFence, "NoFence"),
     (Mutant::NoGrantCheck, "NoGrantCheck"),
     (Mutant::CreditTwice, "CreditTwice"),
     (Mutant::PartsCounted, "PartsCounted"),
     (Mutant::NotFinal, "NotFinal"),
+    (Mutant::SourceMissing, "SourceMissing"),
+    (Mutant::LinksMixed, "LinksMixed"),
+    (Mutant::TakerForgotten, "TakerForgotten"),
+    (Mutant::FenceFirstLink, "FenceFirstLink"),
+    (Mutant::ServeWordNotRead, "ServeWordNotRead"),
 ];
 
 fn env(name: &str) -> Option<String> {
@@ -141,6 +148,11 @@ fn every_mutant_is_caught() {
             Mutant::CreditTwice => &[Inv::LaneLentOnce],
             Mutant::PartsCounted => &[Inv::DoneIsComplete],
             Mutant::NotFinal => &[Inv::SentWhenFinal, Inv::SourceKept],
+            Mutant::SourceMissing => &[Inv::DoneIsComplete],
+            Mutant::LinksMixed => &[Inv::DoneIsComplete],
+            Mutant::TakerForgotten => &[Inv::SourceKept],
+            Mutant::FenceFirstLink => &[Inv::LandsInGrant],
+            Mutant::ServeWordNotRead => &[Inv::SourceKept, Inv::DoneIsComplete],
             Mutant::None => &[],
         };
         let caught = (0..SEEDS).find_map(|seed| match judge(seed, mutant) {

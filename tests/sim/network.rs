@@ -6,11 +6,13 @@
 //! and drops everything else.
 
 use kvlane_proto::link::{self, EngineChoice, Link, LinkConfig};
-use kvlane_proto::msg::peer::{DataPath, PeerFrame, PeerMsg};
+use kvlane_proto::msg::peer::{PeerFrame, PeerMsg};
 use kvlane_proto::time::holder_ms;
-use kvlane_proto::{Error, ErrorKind, LaneId, LinkId, Refusal};
+use kvlane_proto::{Error, ErrorKind, LaneId, Layout, LinkId, PoolMap, Refusal};
+use std::sync::Arc;
 
-use crate::coverage::{self, C};
+use crate::coverage::C;
+use crate::engines::Kind;
 use crate::world::{DEvent, Ev, PEvent, World};
 
 /// A session of a decode (side 0) and a prefill (side 1). Both number it alike here.
@@ -20,7 +22,7 @@ pub(crate) struct Session {
     /// The prefill's node.
     pub(crate) pn: usize,
     pub(crate) inc: [u32; 2],
-    pub(crate) path: DataPath,
+    pub(crate) kind: Kind,
     pub(crate) link: [Option<Link>; 2],
     pub(crate) opening: bool,
     pub(crate) open: [bool; 2],
@@ -29,7 +31,11 @@ pub(crate) struct Session {
     pub(crate) engine_open: [bool; 2],
     /// The present connection of each lane.
     pub(crate) lanes: Vec<usize>,
-    pub(crate) pools: [usize; 2],
+    /// The memory of either side.
+    pub(crate) mems: [usize; 2],
+    /// What the sender was told of the receiver's pools.
+    pub(crate) maps: Arc<[Arc<PoolMap>]>,
+    pub(crate) pools: Arc<[Layout]>,
     seen: [u64; 2],
 }
 
@@ -38,7 +44,7 @@ impl Session {
         if side == 0 { self.d } else { self.pn }
     }
     pub(crate) fn kind(&self) -> usize {
-        coverage::kind(self.path)
+        self.kind as usize
     }
     pub(crate) fn guard(&self, side: usize) -> Option<(usize, u32)> {
         Some((self.node(side), self.inc[side]))
@@ -74,20 +80,21 @@ impl World {
             self.push(at, Some(d), Ev::LinkFailed { d, peer: pn, why: Box::new(why) });
             return;
         }
-        let path = [DataPath::ReceiverCopies, DataPath::OneSided, DataPath::Puller]
-            [(self.rng.range(0, 5) as usize).min(2)];
-        let path = if path == DataPath::Puller && self.rng.per_mille(500) {
-            DataPath::OneSided
-        } else {
-            path
-        };
+        let kind = *self.rng.pick(&[
+            Kind::Socket,
+            Kind::Memory,
+            Kind::Memory,
+            Kind::OneSided,
+            Kind::OneSided,
+            Kind::OneSided,
+        ]);
         let sid = self.sessions.len();
         self.sessions.push(Session {
             d,
             p: peer,
             pn,
             inc: [self.hosts[d].inc, self.hosts[pn].inc],
-            path,
+            kind,
             link: [None, None],
             opening: true,
             open: [false; 2],
@@ -95,7 +102,9 @@ impl World {
             connected: [false; 2],
             engine_open: [false; 2],
             lanes: Vec::new(),
-            pools: [self.d[d].pool, self.p[peer].pool],
+            mems: [self.d[d].mem, self.p[peer].mem],
+            maps: [].into(),
+            pools: [].into(),
             seen: [0; 2],
         });
         let at = self.delay();
@@ -116,7 +125,7 @@ impl World {
         for side in 0..2 {
             let node = self.sessions[sid].node(side);
             let peer = self.hosts[self.sessions[sid].node(1 - side)].key();
-            let mut config = LinkConfig::new(self.prof.layout.clone(), side == 0);
+            let mut config = LinkConfig::new(self.hosts[node].pools.clone(), side == 0);
             config.lanes = self.prof.lanes;
             config.part_bytes = self.prof.part_bytes;
             let now = self.local(node);
@@ -132,9 +141,12 @@ impl World {
 
     pub(crate) fn engine_is_ready(&mut self, sid: usize, side: usize) {
         let s = &self.sessions[sid];
-        let map = (s.path == DataPath::Puller).then(|| (*self.pools[s.pools[side]].map).clone());
-        let name = ["tcp", "verbs", "shm"][s.kind()].to_string();
-        let choice = EngineChoice { name, path: s.path, blob: vec![side as u8], map };
+        let maps = match (s.kind, side) {
+            (Kind::OneSided, 0) => self.hosts[s.d].maps.iter().map(|m| (**m).clone()).collect(),
+            _ => Vec::new(),
+        };
+        let name = s.kind.engine().to_string();
+        let choice = EngineChoice { name, path: s.kind.path(), blob: vec![side as u8], maps };
         self.link_event(sid, side, link::Event::Local(vec![choice]));
     }
 
@@ -167,7 +179,10 @@ impl World {
             let now = self.local(self.sessions[sid].node(side));
             match out {
                 link::Output::Send(frame) => self.send_frame(sid, side, frame),
-                link::Output::Connect { .. } => {
+                link::Output::Connect { maps, .. } => {
+                    if side == 1 {
+                        self.sessions[sid].maps = maps.into_iter().map(Arc::new).collect();
+                    }
                     self.sessions[sid].connected[side] = true;
                     if self.sessions[sid].connected == [true, true] {
                         self.sessions[sid].lanes = vec![usize::MAX; usize::from(self.prof.lanes)];
@@ -177,7 +192,7 @@ impl World {
                         }
                     }
                 }
-                link::Output::Up { path, lanes, part_bytes } => {
+                link::Output::Up { path, lanes, part_bytes, share, pools } => {
                     self.sessions[sid].up[side] = true;
                     let peer = self.hosts[self.sessions[sid].node(1 - side)].identity.clone();
                     let peer = self.sessions[sid].link[side]
@@ -187,9 +202,11 @@ impl World {
                         .unwrap();
                     if side == 0 {
                         self.d[d].lanes.insert(link, usize::from(lanes));
-                        self.d[d].m.handle_event(now, DEvent::LinkUp { link, peer, path, lanes });
+                        let ev = DEvent::LinkUp { link, peer, path, lanes, share, pools };
+                        self.d[d].m.handle_event(now, ev);
                     } else {
-                        let ev = PEvent::LinkUp { link, peer, path, part_bytes };
+                        self.sessions[sid].pools = pools;
+                        let ev = PEvent::LinkUp { link, peer, path, part_bytes, share };
                         self.p[p].m.handle_event(now, ev);
                     }
                 }

@@ -1,37 +1,52 @@
 //! Routers and toy serving engines, and what the room machines ask of them.
 //!
-//! A job is one hand-off as a router scripts it: reserve, two legs, perhaps an abort, a wait for
-//! the outcome, perhaps a replay. The serving engines allocate blocks, prefill in chunks of tokens
-//! or layers, verify what is done, and reuse at once what came back.
+//! A job is one hand-off between two instances, as a router scripts it: reserve at every decode
+//! rank, undo the rest if one refuses, send every rank's leg, perhaps abort, wait for the outcomes,
+//! perhaps a replay. The serving engines allocate blocks, prefill in chunks of tokens or layers of a
+//! pool, verify what is done, and reuse at once what came back.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use kvlane_proto::decode::{CallId, Lend, Output as DOut};
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
-use kvlane_proto::msg::peer::{Outcome, PeerFrame, PeerMsg};
-use kvlane_proto::prefill::{Chunk, Output as POut};
+use kvlane_proto::msg::peer::{Offer, Outcome, PeerFrame, PeerMsg};
+use kvlane_proto::msg::service::WorkerAddress;
+use kvlane_proto::plan::Blocks;
+use kvlane_proto::prefill::{Chunk, Output as POut, Takers};
 use kvlane_proto::time::grantor_ms;
 use kvlane_proto::{
-    BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, LinkId, PartId, Plan, Refusal, RoomId,
-    Span,
+    BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, Layout, LinkId, PartId, Plan, Refusal,
+    RoomId, Share, Side, Span,
 };
 use std::sync::Arc;
 
 use crate::coverage::C;
+use crate::engines::Kind;
 use crate::invariants::Inv;
-use crate::pools::{Block, WORDS, content};
+use crate::pools::{Block, Ids, Pool, draft, is_rows};
+use crate::shapes::TOKENS_MAX;
 use crate::world::{DEvent, EVENTS_MIN, Ev, Fence, PEvent, Quiet, World};
 
-/// A step of a job's script.
+/// A step of a job's script; ranks are counted in the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Act {
-    Reserve(u32),
-    Abort(u32),
-    Await(u32),
-    AbortDecode,
-    AbortPrefill,
-    AbortBy,
-    /// Sends both legs again.
+    Reserve {
+        rank: usize,
+        tries: u32,
+    },
+    Abort {
+        rank: usize,
+        tries: u32,
+    },
+    Await {
+        rank: usize,
+        tries: u32,
+    },
+    AbortDecode(usize),
+    AbortPrefill(usize),
+    AbortBy(usize),
+    /// Sends all legs again.
     Replay,
     Over,
 }
@@ -40,20 +55,28 @@ pub(crate) enum Act {
 pub(crate) struct Job {
     pub(crate) room: RoomId,
     pub(crate) router: usize,
-    pub(crate) d: usize,
-    pub(crate) p: usize,
+    /// The prefill instance.
+    instance: usize,
+    /// The decode ranks, and who sends to each.
+    pub(crate) ds: Vec<usize>,
+    sources: Vec<Vec<WorkerAddress>>,
+    /// The prefill ranks that send, and who takes from each.
+    pub(crate) ps: Vec<usize>,
+    takers: Vec<Vec<usize>>,
     /// Tells the contents of rooms apart.
     pub(crate) seq: u32,
     tokens: u32,
     prefix: u32,
-    /// Tokens that the prefill leg says.
+    /// Tokens that the prefill legs say.
     prefill_tokens: u32,
-    address: kvlane_proto::msg::service::WorkerAddress,
     reserves: bool,
     names_decode: bool,
     key: IdempotencyKey,
-    answered: bool,
-    outcome: Option<Outcome>,
+    /// What each decode rank said to the reservation.
+    reserved: Vec<Option<bool>>,
+    /// One rank has failed, and the router gives the others up.
+    undone: bool,
+    outcomes: Vec<Option<Outcome>>,
     pub(crate) over: bool,
 }
 
@@ -62,10 +85,9 @@ pub(crate) struct Job {
 pub(crate) struct DRoom {
     pub(crate) phase: usize,
     pub(crate) grant: GrantId,
-    pub(crate) sid: Option<usize>,
-    pub(crate) parts: u32,
-    arrived: u64,
-    blocks: Vec<u32>,
+    /// By session: parts, and which of them arrived.
+    sources: BTreeMap<usize, (u32, u128)>,
+    blocks: Ids,
     span: Span,
     since: u64,
     stood_ns: u64,
@@ -77,8 +99,20 @@ impl DRoom {
     pub(crate) fn began(&self) -> bool {
         self.phase > 0 || self.grant != GrantId::NONE
     }
+    pub(crate) fn opened(&mut self, sources: &[(usize, u32)]) {
+        self.sources = sources.iter().map(|&(sid, parts)| (sid, (parts, 0))).collect();
+    }
+    pub(crate) fn sids(&self) -> impl Iterator<Item = usize> + '_ {
+        self.sources.keys().copied()
+    }
+    /// Parts that arrived, and parts.
+    fn progress(&self) -> (u32, u32) {
+        let each = self.sources.values();
+        each.fold((0, 0), |(n, all), (parts, arrived)| (n + arrived.count_ones(), all + parts))
+    }
     pub(crate) fn all_arrived(&self) -> bool {
-        self.parts > 0 && self.arrived.count_ones() == self.parts
+        let (arrived, parts) = self.progress();
+        parts > 0 && arrived == parts
     }
 }
 
@@ -90,9 +124,13 @@ pub(crate) struct PRoom {
     pub(crate) ended: Option<Outcome>,
     released: bool,
     withheld: bool,
-    blocks: Vec<u32>,
-    granted: Option<usize>,
-    chunks: Vec<(Range<u32>, Range<u32>)>,
+    blocks: Ids,
+    /// The prompt's block that those of each pool begin with.
+    first: Vec<u32>,
+    granted: BTreeMap<usize, GrantId>,
+    /// What of the prompt its takers want, once all have come.
+    wanted: Option<Span>,
+    chunks: Vec<Part>,
     planned: bool,
     next: usize,
     early: bool,
@@ -100,7 +138,13 @@ pub(crate) struct PRoom {
     stood_ns: u64,
 }
 
-const PAGE: u32 = 4;
+/// Tokens and layers of a pool that become ready at once.
+#[derive(Clone, Debug)]
+struct Part {
+    pool: usize,
+    tokens: Range<u32>,
+    layers: Range<u32>,
+}
 
 impl World {
     // ---- routers --------------------------------------------------------------------------
@@ -121,13 +165,24 @@ impl World {
             return;
         }
         let router = *self.rng.pick(&alive);
-        let d = self.rng.range(0, self.d.len() as u64 - 1) as usize;
-        let p = self.rng.range(0, self.p.len() as u64 - 1) as usize;
         let n = self.jobs.len();
-        let tokens = self.rng.range(1, 24) as u32;
+        let decode = self.rng.range(0, self.decodes.len() as u64 - 1) as usize;
+        let instance = self.rng.range(0, self.prefills.len() as u64 - 1) as usize;
+        let (ranks, prefills) = (self.decodes[decode].clone(), self.prefills[instance].clone());
+        let route = self.routes[decode][instance].clone();
+        let ds: Vec<usize> = ranks.clone().collect();
+        let used: Vec<usize> =
+            (0..prefills.len()).filter(|&p| !route.takers[p].is_empty()).collect();
+        let ps: Vec<usize> = used.iter().map(|p| prefills.start + p).collect();
+        let takers: Vec<Vec<usize>> = used
+            .iter()
+            .map(|&p| route.takers[p].iter().map(|d| ranks.start + d).collect())
+            .collect();
+        let tokens = self.rng.range(1, u64::from(TOKENS_MAX)) as u32;
+        let unit = self.hosts[ds[0]].pools.iter().map(|l| l.page_tokens).max().unwrap_or(1);
         let prefix = match self.rng.range(0, 9) {
             0 => tokens,
-            1..=3 => self.rng.range(0, u64::from((tokens - 1) / PAGE)) as u32 * PAGE,
+            1..=3 => self.rng.range(0, u64::from((tokens - 1) / unit)) as u32 * unit,
             _ => 0,
         };
         let tokens = if self.rng.per_mille(10) { 0 } else { tokens };
@@ -140,16 +195,26 @@ impl World {
         if n > 0 && self.rng.per_mille(mischief / 8) {
             // A room number that somebody uses already, at the same workers.
             let other = &self.jobs[self.rng.range(0, n as u64 - 1) as usize];
-            if other.p == p {
+            if other.instance == instance {
                 room = other.room;
                 duplicate = true;
             }
         }
-        let pn = self.pnode(p);
-        let mut address = self.hosts[pn].address();
+        let address = |w: &Self, p: usize| w.hosts[w.pnode(prefills.start + p)].address();
+        let mut sources: Vec<Vec<WorkerAddress>> = route
+            .sources
+            .iter()
+            .map(|ranks| ranks.iter().map(|&p| address(self, p)).collect())
+            .collect();
         if self.rng.per_mille(mischief / 20) {
-            address.key.incarnation.0[0] ^= 1;
+            let stale = self.rng.pick(&sources[0]).key.identity.clone();
+            let all = sources.iter_mut().flatten();
+            all.filter(|a| a.key.identity == stale).for_each(|a| a.key.incarnation.0[0] ^= 1);
             self.cov.hit(C::Stale, 0);
+        }
+        let mut takers = takers;
+        if self.rng.per_mille(mischief / 10) {
+            self.misname(&mut sources, &mut takers);
         }
         let reserves = self.rng.per_mille(800);
         let calm = self.prof.calm;
@@ -157,18 +222,21 @@ impl World {
         self.jobs.push(Job {
             room,
             router,
-            d,
-            p,
+            instance,
+            reserved: vec![None; ds.len()],
+            outcomes: vec![None; ds.len()],
+            ds: ds.clone(),
+            sources,
+            ps: ps.clone(),
+            takers,
             seq,
             tokens,
             prefix,
             prefill_tokens: if self.rng.per_mille(mischief / 20) { tokens + 1 } else { tokens },
-            address,
             reserves,
             names_decode: self.rng.per_mille(700),
             key: IdempotencyKey(key),
-            answered: false,
-            outcome: None,
+            undone: false,
             over: false,
         });
         self.by_room.entry(room).or_insert(n);
@@ -179,28 +247,38 @@ impl World {
             w.push(at, guard, Ev::Job { job: n, act });
         };
         if reserves {
-            act(self, 0, Act::Reserve(0));
+            let first = if self.prof.reserves_at_once { ds.len() } else { 1 };
+            (0..first).for_each(|rank| act(self, 0, Act::Reserve { rank, tries: 0 }));
             if self.rng.per_mille(150) {
-                let at = self.after(0, 5);
-                self.push(at, Some(pn), Ev::Attach { p, job: n, tries: 0 });
+                for &p in &ps {
+                    let (at, node) = (self.after(0, 5), self.pnode(p));
+                    self.push(at, Some(node), Ev::Attach { p, job: n, tries: 0 });
+                }
             }
         } else {
             self.legs(n, 60);
         }
         let often = if calm { 0 } else { 1 };
-        if self.rng.per_mille(120 * often) {
-            act(self, 300, Act::Abort(0));
-        } else if self.rng.per_mille(mischief / 8) {
-            act(self, 0, Act::Abort(0));
+        let aborted = if self.rng.per_mille(120 * often) {
+            Some(300)
+        } else {
+            self.rng.per_mille(mischief / 8).then_some(0)
+        };
+        if let Some(ms) = aborted {
+            (0..ds.len()).for_each(|rank| act(self, ms, Act::Abort { rank, tries: 0 }));
+        }
+        let any = |w: &mut Self, of: &[usize]| w.rng.range(0, of.len() as u64 - 1) as usize;
+        if self.rng.per_mille(60 * often) {
+            let rank = any(self, &ds);
+            act(self, 400, Act::AbortDecode(rank));
         }
         if self.rng.per_mille(60 * often) {
-            act(self, 400, Act::AbortDecode);
-        }
-        if self.rng.per_mille(60 * often) {
-            act(self, 400, Act::AbortPrefill);
+            let rank = any(self, &ps);
+            act(self, 400, Act::AbortPrefill(rank));
         }
         if self.rng.per_mille(20 * often) {
-            act(self, 100, Act::AbortBy);
+            let rank = any(self, &ps);
+            act(self, 100, Act::AbortBy(rank));
         }
         if self.rng.per_mille(mischief / 3) || duplicate {
             act(self, 900, Act::Replay);
@@ -209,31 +287,72 @@ impl World {
         let at = self.after(2_500, 2_600);
         self.push(at, None, Ev::Job { job: n, act: Act::Over });
         if self.rng.per_mille(500) {
-            act(self, 200, Act::Await(0));
+            (0..ds.len()).for_each(|rank| act(self, 200, Act::Await { rank, tries: 0 }));
         }
     }
 
-    /// Both legs of the request; each may be late, and now and then one is lost.
+    /// A router that has a wrong idea of who sends to whom.
+    fn misname(&mut self, sources: &mut [Vec<WorkerAddress>], takers: &mut [Vec<usize>]) {
+        let d = self.rng.range(0, self.d.len() as u64 - 1) as usize;
+        let p = self.rng.range(0, self.p.len() as u64 - 1) as usize;
+        let other = self.hosts[self.pnode(p)].address();
+        let list = self.rng.range(0, sources.len() as u64 - 1) as usize;
+        let list = &mut sources[list];
+        match self.rng.range(0, 3) {
+            0 if list.len() > 1 => drop(list.pop()),
+            0 | 1 => list.push(other),
+            n => {
+                let list = self.rng.range(0, takers.len() as u64 - 1) as usize;
+                let list = &mut takers[list];
+                if n == 2 && list.len() > 1 {
+                    list.pop();
+                } else if !list.contains(&d) {
+                    list.push(d);
+                }
+                self.cov.hit(C::WrongTakers, 0);
+            }
+        }
+    }
+
+    /// The legs of all ranks; each may be late, and now and then one is lost.
     fn legs(&mut self, job: usize, ms: u64) {
-        let (d, p) = (self.jobs[job].d, self.jobs[job].p);
+        let (ds, ps) = (self.jobs[job].ds.clone(), self.jobs[job].ps.clone());
         let lossy = u64::from(self.prof.mischief > 0) * 30;
         let late = |w: &mut Self| if !w.prof.calm && w.rng.per_mille(80) { 700 } else { ms };
-        if !self.rng.per_mille(lossy) {
-            let most = late(self);
-            let at = self.after(0, most);
-            let bad = self.rng.per_mille(self.prof.mischief / 8);
-            self.push(at, Some(d), Ev::Lend { d, job, bad, tries: 0 });
+        for d in ds {
+            if !self.rng.per_mille(lossy) {
+                let most = late(self);
+                let at = self.after(0, most);
+                let bad = self.rng.per_mille(self.prof.mischief / 8);
+                self.push(at, Some(d), Ev::Lend { d, job, bad, tries: 0 });
+            }
         }
-        if !self.rng.per_mille(lossy) {
-            let most = late(self);
-            let (at, node) = (self.after(0, most), self.pnode(p));
-            self.push(at, Some(node), Ev::Attach { p, job, tries: 0 });
+        for p in ps {
+            if !self.rng.per_mille(lossy) {
+                let most = late(self);
+                let (at, node) = (self.after(0, most), self.pnode(p));
+                self.push(at, Some(node), Ev::Attach { p, job, tries: 0 });
+            }
+        }
+    }
+
+    /// One rank has failed: the router gives up the others.
+    fn undo(&mut self, job: usize, failed: Option<usize>) {
+        let j = &mut self.jobs[job];
+        if std::mem::replace(&mut j.undone, true) {
+            return;
+        }
+        for rank in (0..j.ds.len()).filter(|&rank| Some(rank) != failed).collect::<Vec<_>>() {
+            if self.jobs[job].reserved[rank] == Some(true) {
+                self.cov.hit(C::Undone, 0);
+            }
+            self.act(job, Act::Abort { rank, tries: 0 });
         }
     }
 
     pub(crate) fn act(&mut self, job: usize, act: Act) {
         let j = &self.jobs[job];
-        let (d, p, room, router) = (j.d, j.p, j.room, j.router);
+        let (room, router) = (j.room, j.router);
         let why = || Refusal::new(ErrorKind::Aborted, "not wanted any more");
         let again = |w: &mut Self, ms: u64, act: Act| {
             let at = w.after(ms, 2 * ms);
@@ -241,15 +360,18 @@ impl World {
             w.push(at, guard, Ev::Job { job, act });
         };
         match act {
-            Act::Reserve(tries) => {
-                if j.answered || tries > 6 {
+            Act::Reserve { rank, tries } => {
+                if j.reserved[rank].is_some() || j.undone {
                     return;
+                }
+                if tries > 6 {
+                    return self.undo(job, None);
                 }
                 let body = Call::Reserve(Reserve {
                     key: j.key,
                     room,
                     tokens: j.tokens,
-                    prefill: j.address.clone(),
+                    prefills: j.sources[rank].clone(),
                     wait_ms: if self.prof.calm {
                         self.prof.deadline_ms
                     } else {
@@ -257,40 +379,44 @@ impl World {
                     },
                     deadline_ms: self.prof.deadline_ms,
                 });
-                self.ask(job, act, body);
-                again(self, 120, Act::Reserve(tries + 1));
+                self.ask(job, act, rank, body);
+                again(self, 120, Act::Reserve { rank, tries: tries + 1 });
             }
-            Act::Abort(tries) => {
-                if j.outcome.is_some() {
+            Act::Abort { rank, tries } => {
+                if j.outcomes[rank].is_some() {
                     self.cov.hit(C::AbortAfterDone, 0);
                 }
-                if !self.d[d].rooms.contains_key(&room) {
+                if !self.d[j.ds[rank]].rooms.contains_key(&room) {
                     self.cov.hit(C::AbortOvertakes, 0);
                 }
-                self.ask(job, act, Call::Abort { room, reason: "the client left".into() });
+                self.ask(job, act, rank, Call::Abort { room, reason: "the client left".into() });
                 if tries < 2 {
-                    again(self, 150, Act::Abort(tries + 1));
+                    again(self, 150, Act::Abort { rank, tries: tries + 1 });
                 }
             }
-            Act::Await(tries) => {
-                if tries < 6 && j.outcome.is_none() {
-                    self.ask(job, act, Call::Await { room, wait_ms: 300 });
-                    again(self, 350, Act::Await(tries + 1));
+            Act::Await { rank, tries } => {
+                if tries < 6 && j.outcomes[rank].is_none() {
+                    self.ask(job, act, rank, Call::Await { room, wait_ms: 300 });
+                    again(self, 350, Act::Await { rank, tries: tries + 1 });
                 }
             }
-            Act::AbortDecode if self.hosts[d].alive => {
-                self.decode(d, DEvent::AbortLocal { room, why: "cancelled".into() });
-                self.rearm(d);
+            Act::AbortDecode(rank) => {
+                let d = j.ds[rank];
+                if self.hosts[d].alive {
+                    self.decode(d, DEvent::AbortLocal { room, why: "cancelled".into() });
+                    self.rearm(d);
+                }
             }
-            Act::AbortPrefill | Act::AbortBy => {
+            Act::AbortPrefill(rank) | Act::AbortBy(rank) => {
+                let p = j.ps[rank];
                 let node = self.pnode(p);
                 if self.hosts[node].alive {
                     let mine = self.p[p].rooms.get(&room);
-                    if mine.is_some_and(|r| r.granted.is_none() && r.ended.is_none()) {
+                    if mine.is_some_and(|r| r.granted.is_empty() && r.ended.is_none()) {
                         self.cov.hit(C::AbortBeforeOffer, 0);
                     }
                     let from = self.hosts[self.rnode(router)].identity.clone();
-                    let ev = if act == Act::AbortBy {
+                    let ev = if matches!(act, Act::AbortBy(_)) {
                         PEvent::AbortBy { from, room, reason: "the client left".into() }
                     } else {
                         PEvent::AbortLocal { room, why: why() }
@@ -299,12 +425,12 @@ impl World {
                     self.rearm(node);
                 }
             }
-            Act::AbortDecode => {}
             Act::Replay => {
+                let ranks = j.ds.len();
                 self.legs(job, 30);
-                self.jobs[job].answered = false;
                 if self.jobs[job].reserves {
-                    again(self, 20, Act::Reserve(3));
+                    self.jobs[job].reserved = vec![None; ranks];
+                    (0..ranks).for_each(|rank| again(self, 20, Act::Reserve { rank, tries: 3 }));
                 }
             }
             Act::Over => self.jobs[job].over = true,
@@ -312,13 +438,13 @@ impl World {
     }
 
     /// Sends a call. A call or its answer may be lost; then the router asks again.
-    fn ask(&mut self, job: usize, act: Act, body: Call) {
-        let (d, router) = (self.jobs[job].d, self.jobs[job].router);
+    fn ask(&mut self, job: usize, act: Act, rank: usize, body: Call) {
+        let (d, router) = (self.jobs[job].ds[rank], self.jobs[job].router);
         let copies = 1 + u32::from(self.rng.per_mille(self.prof.duplicate / 2));
         for _ in 0..copies {
             self.next_call += 1;
             let call = self.next_call;
-            self.calls.insert(call, (router, job, act));
+            self.calls.insert(call, (d, job, act));
             let lost = !self.quiet_period() && self.rng.per_mille(self.prof.drop);
             if lost || self.cut_until(self.rnode(router), d).is_some() {
                 self.cov.hit(C::Drop, 0);
@@ -338,7 +464,8 @@ impl World {
             Call::Reserve(r) => Some((r.room, r.deadline_ms)),
             _ => None,
         };
-        if let (Some(_), Some(&(_, job, Act::Reserve(tries)))) = (reserve, self.calls.get(&call))
+        if let (Some(_), Some(&(_, job, Act::Reserve { tries, .. }))) =
+            (reserve, self.calls.get(&call))
             && tries > 0
             && self.d[d].rooms.contains_key(&self.jobs[job].room)
         {
@@ -391,9 +518,7 @@ impl World {
         let fresh = DRoom {
             phase: 0,
             grant: GrantId::NONE,
-            sid: None,
-            parts: 0,
-            arrived: 0,
+            sources: BTreeMap::new(),
             blocks: Vec::new(),
             span: Span { tokens: 0, prefix_tokens: 0 },
             since: self.now,
@@ -406,26 +531,38 @@ impl World {
     }
 
     pub(crate) fn reply_arrives(&mut self, call: u64, reply: Result<Reply, Refusal>) {
-        let Some((router, job, act)) = self.calls.remove(&call) else { return };
+        let Some((d, job, act)) = self.calls.remove(&call) else { return };
+        let j = &mut self.jobs[job];
+        let (room, router) = (j.room, j.router);
         if !self.hosts[self.rnode(router)].alive {
             return;
         }
-        let (d, room) = (self.jobs[job].d, self.jobs[job].room);
+        let j = &mut self.jobs[job];
         match (act, reply) {
-            (Act::Reserve(_), Ok(Reply::Reserved { .. }))
-                if !std::mem::replace(&mut self.jobs[job].answered, true) =>
+            (Act::Reserve { rank, .. }, Ok(Reply::Reserved { .. }))
+                if j.reserved[rank].replace(true).is_none() =>
             {
-                self.legs(job, 40);
-                if self.rng.per_mille(600) {
-                    let (at, node) = (self.after(0, 100), self.rnode(router));
-                    self.push(at, Some(node), Ev::Job { job, act: Act::Await(0) });
+                if j.undone {
+                    self.act(job, Act::Abort { rank, tries: 0 });
+                } else if j.reserved.iter().all(|r| *r == Some(true)) {
+                    self.legs(job, 40);
+                    if self.rng.per_mille(600) {
+                        for rank in 0..self.jobs[job].ds.len() {
+                            let (at, node) = (self.after(0, 100), self.rnode(router));
+                            let act = Act::Await { rank, tries: 0 };
+                            self.push(at, Some(node), Ev::Job { job, act });
+                        }
+                    }
+                } else if j.reserved.get(rank + 1) == Some(&None) {
+                    self.act(job, Act::Reserve { rank: rank + 1, tries: 0 });
                 }
             }
-            (Act::Reserve(_), Err(why)) => {
-                self.jobs[job].answered = true;
+            (Act::Reserve { rank, .. }, Err(why)) => {
+                j.reserved[rank] = Some(false);
                 if why.kind == ErrorKind::Internal {
                     self.fails(Inv::EndsOnce, || why.to_string());
                 }
+                self.undo(job, Some(rank));
             }
             (_, Ok(Reply::Ended(outcome))) => {
                 // Whatever is told must be what was decided, in some start of the worker.
@@ -437,7 +574,13 @@ impl World {
                         format!("a router hears that room {room} ended as {outcome:?}")
                     });
                 }
-                self.jobs[job].outcome = Some(outcome);
+                let j = &mut self.jobs[job];
+                let Some(rank) = j.ds.iter().position(|&at| at == d) else { return };
+                let failed = !outcome.is_done();
+                j.outcomes[rank] = Some(outcome);
+                if failed && self.rng.per_mille(700) {
+                    self.undo(job, Some(rank));
+                }
             }
             _ => {}
         }
@@ -448,32 +591,40 @@ impl World {
     pub(crate) fn decode_leg(&mut self, d: usize, job: usize, bad: bool, tries: u32) {
         let j = &self.jobs[job];
         let (room, seq, named) = (j.room, j.seq, !j.reserves || tries % 2 == 1);
+        let Some(rank) = j.ds.iter().position(|&at| at == d) else { return };
         let span = Span { tokens: j.tokens, prefix_tokens: j.prefix };
-        let address = j.address.clone();
-        let Ok(range) = span.blocks(&self.prof.layout) else { return };
-        let pool = self.d[d].pool;
-        let count = range.len();
-        let Some(ids) = self.pools[pool].take(count, room) else {
+        let prefills = if named { j.sources[rank].clone() } else { Vec::new() };
+        let pools = self.hosts[d].pools.clone();
+        let ranges: Vec<Range<u32>> =
+            pools.iter().map(|layout| span.blocks(layout).unwrap()).collect();
+        let counts: Vec<usize> = ranges.iter().map(ExactSizeIterator::len).collect();
+        let mem = self.d[d].mem;
+        let Some(ids) = self.mems[mem].take(&counts, room) else {
             if tries < 20 {
                 let at = self.after(10, 60);
                 self.push(at, Some(d), Ev::Lend { d, job, bad, tries: tries + 1 });
             }
             return;
         };
-        let mut list = ids.clone();
+        let mut lists = ids.clone();
         if bad {
-            match self.rng.range(0, 2) {
-                0 if count > 0 => list[count - 1] = self.prof.blocks + 3,
-                1 if count > 1 => list[0] = list[1],
-                _ => list.push(0),
+            let n = self.rng.range(0, lists.len() as u64 - 1) as usize;
+            let count = counts[n];
+            match self.rng.range(0, 3) {
+                0 if count > 0 => {
+                    lists[n][count - 1] = self.mems[mem].0[n].blocks.len() as u32 + 3;
+                }
+                1 if count > 1 => lists[n][0] = lists[n][1],
+                2 => lists.push(Vec::new()),
+                _ => lists[n].push(0),
             }
         }
         let deadline_ms = self.prof.deadline_ms - self.rng.range(0, 300);
         let lend = Lend {
             room,
             span,
-            blocks: BlockList::from_ids(&list),
-            prefill: named.then_some(address),
+            blocks: lists.iter().map(|ids| BlockList::from_ids(ids)).collect(),
+            prefills,
             deadline_ms,
         };
         let before = (self.d[d].m.load(), self.d[d].m.active());
@@ -489,11 +640,10 @@ impl World {
                 if bad || r != room {
                     return self.fails(Inv::RefusedLeavesNothing, || "bad blocks taken".into());
                 }
-                for (i, &id) in ids.iter().enumerate() {
-                    let prompt_block = range.start + i as u32;
-                    let fill = PAGE.min(span.tokens - prompt_block * PAGE);
-                    self.pools[pool].blocks[id as usize] =
-                        Block::Lent { room, grant, seq, prompt_block, fill };
+                for ((pool, ids), range) in self.mems[mem].0.iter_mut().zip(&ids).zip(&ranges) {
+                    for (&id, prompt_block) in ids.iter().zip(range.clone()) {
+                        pool.blocks[id as usize] = Block::Lent { room, grant, seq, prompt_block };
+                    }
                 }
                 if let Some(r) = self.d[d].rooms.get_mut(&room) {
                     r.grant = grant;
@@ -505,7 +655,7 @@ impl World {
                 self.drain_decode(d);
             }
             Some(DOut::LendRefused { why, .. }) => {
-                ids.iter().for_each(|&id| self.pools[pool].give_back(id));
+                self.mems[mem].give_back(&ids);
                 self.left_nothing(d, before.0, before.1);
                 match why.kind() {
                     ErrorKind::InvalidPlan => self.cov.hit(C::WrongBlocks, 0),
@@ -556,21 +706,23 @@ impl World {
                     }
                     if let Err(why) = &reply {
                         refused = Some(why.kind);
+                        if why.kind == ErrorKind::Incompatible {
+                            self.cov.hit(C::WrongSources, 0);
+                        }
                     }
                     if let Ok(Reply::Reserved { room, .. }) = &reply {
                         let r = self.d[d].rooms.get(room);
-                        let (waited, sid) = r.map_or((0, None), |r| (self.now - r.since, r.sid));
-                        if waited > 0 {
-                            let kind = sid.or(self.session_of(d, *room));
-                            let kind = kind.map_or(0, |s| self.sessions[s].kind());
-                            self.cov.hit(C::QueueWait, kind);
+                        if r.is_some_and(|r| self.now > r.since) {
+                            for kind in self.kinds(self.sessions_of(d, *room)) {
+                                self.cov.hit(C::QueueWait, kind);
+                            }
                         }
                         self.phase(d, *room, 1);
                     }
                     let known = self.calls.get(&call.0).copied();
                     let lost = !self.quiet_period() && self.rng.per_mille(self.prof.drop);
-                    if let (Some((router, ..)), false) = (known, lost) {
-                        let (at, node) = (self.delay(), self.rnode(router));
+                    if let (Some((_, job, _)), false) = (known, lost) {
+                        let (at, node) = (self.delay(), self.rnode(self.jobs[job].router));
                         if self.cut_until(d, node).is_none() {
                             let reply = Box::new(reply);
                             self.push(at, Some(node), Ev::Reply { call: call.0, reply });
@@ -580,16 +732,15 @@ impl World {
                 DOut::Lent { .. } | DOut::LendRefused { .. } => {
                     self.fails(Inv::EndsOnce, || format!("{out:?} without a lend"));
                 }
-                DOut::Open { link, grant, lanes, plan } => {
+                DOut::Open { grant, sources } => {
                     let room = self.d[d].rooms.iter().find(|(_, r)| r.grant == grant);
                     let Some((&room, _)) = room else {
                         self.fails(Inv::LandsInGrant, || format!("grant {grant} of no room"));
                         continue;
                     };
-                    self.open_grant(d, room, link.0 as usize, grant, lanes, plan);
+                    self.open_grant(d, room, grant, sources);
                     self.phase(d, room, 2);
                 }
-                DOut::Pull { serve, parts, .. } => self.pull(d, serve, parts),
                 DOut::Fence { grant, how } => {
                     if let Some(room) = self.room_of_grant(d, grant) {
                         self.phase(d, room, 6);
@@ -617,16 +768,19 @@ impl World {
         self.d[d].rooms.iter().find(|(_, r)| r.grant == grant).map(|(&room, _)| room)
     }
 
-    fn session_of(&self, d: usize, room: RoomId) -> Option<usize> {
-        self.d[d].m.lent_lanes().find(|l| l.2 == room).map(|l| l.0.0 as usize)
+    fn sessions_of(&self, d: usize, room: RoomId) -> Vec<usize> {
+        let lent = self.d[d].m.lent_lanes().filter(|l| l.2 == room);
+        lent.map(|l| l.0.0 as usize).collect()
     }
 
     /// Before an arrival reaches the machine, for the phases of the coverage.
-    fn count_arrival(&mut self, d: usize, grant: GrantId, part: PartId) {
+    fn count_arrival(&mut self, d: usize, link: LinkId, grant: GrantId, part: PartId) {
         let Some(room) = self.room_of_grant(d, grant) else { return };
         let Some(r) = self.d[d].rooms.get_mut(&room) else { return };
-        r.arrived |= 1 << part.0;
-        let (n, parts) = (r.arrived.count_ones(), r.parts);
+        if let Some((_, arrived)) = r.sources.get_mut(&(link.0 as usize)) {
+            *arrived |= 1 << part.0;
+        }
+        let (n, parts) = r.progress();
         let phase = if n == parts {
             5
         } else if n * 2 >= parts && n > 1 {
@@ -672,37 +826,89 @@ impl World {
         }
     }
 
-    pub(crate) fn check_page(&mut self, d: usize, page: usize, inv: Inv) -> bool {
-        let pool = &self.pools[self.d[d].pool];
-        let block = pool.blocks[pool.block_of(page) as usize];
-        let Block::Lent { seq, prompt_block, fill, .. } = block else {
-            // A copy may still run where the fence has failed; nobody uses what it brings.
-            if block == Block::Withheld && inv == Inv::SourceKept {
-                return true;
-            }
-            self.fails(inv, || format!("page {page} of {block:?}"));
-            return false;
-        };
-        let slab = pool.slab_of(page);
-        for w in 0..WORDS {
-            let found = pool.words[page * WORDS + w];
-            let want = content(seq, prompt_block, slab, fill, w);
-            if found != want {
-                self.fails(inv, || {
-                    format!("decode {d}: page {page} of {block:?} has {found:#x}, not {want:#x}")
-                });
-                return false;
+    /// Every word of a done room is what it should be, and no other word of its blocks has changed.
+    fn check_done(&mut self, d: usize, room: RoomId, blocks: &Ids, span: Span, from: usize) {
+        for (n, ids) in blocks.iter().enumerate() {
+            let theirs = self.hosts[self.sessions[from].pn].pools[n].page_tokens;
+            let pool = &self.mems[self.d[d].mem].0[n];
+            let geometry = pool.geometry.clone();
+            let layout = &geometry.layout;
+            let moved = moved(layout, &span, layout.page_tokens.min(theirs));
+            for &id in ids {
+                let block = pool.blocks[id as usize];
+                let Block::Lent { room: of, seq, prompt_block, .. } = block else {
+                    return self.fails(Inv::DoneIsComplete, || format!("{room}: {block:?}"));
+                };
+                for (word, place) in geometry.words_of(id) {
+                    let token = prompt_block * layout.page_tokens + place.token;
+                    let want = match moved.contains(&token) {
+                        true => geometry.content(seq, prompt_block, place),
+                        false => Pool::canary_of(word),
+                    };
+                    let found = pool.words[word];
+                    if found != want || of != room {
+                        return self.fails(Inv::DoneIsComplete, || {
+                            format!(
+                                "decode {d}: word {word} of {block:?}, pool {n}, {place:?} has \
+                                 {found:#x}, not {want:#x}"
+                            )
+                        });
+                    }
+                }
             }
         }
-        true
     }
 
-    fn blocks_return(&mut self, d: usize, grant: GrantId, blocks: &[u32], proof: &Fence) {
+    fn blocks_return(&mut self, d: usize, grant: GrantId, blocks: &Ids, proof: &Fence) {
         if proof.0 != grant {
             self.fails(Inv::BlocksBalance, || format!("proof of {proof:?} for {grant}"));
         }
-        let pool = self.d[d].pool;
-        blocks.iter().for_each(|&id| self.pools[pool].give_back(id));
+        self.mems[self.d[d].mem].give_back(blocks);
+    }
+
+    /// What a room that is done shows.
+    fn count_done(&mut self, d: usize, sids: &[usize], parts: u32, span: Span) {
+        let kinds = self.kinds(sids.iter().copied());
+        let ours = self.hosts[d].pools.clone();
+        let main = &ours[0];
+        let mut seen = vec![C::Done];
+        if parts == 0 {
+            seen.push(C::ZeroPage);
+        } else if span.prefix_tokens > 0 {
+            seen.push(C::Prefix);
+        }
+        if parts > 0 && !span.tokens.is_multiple_of(main.page_tokens) {
+            seen.push(C::PartialPage);
+        }
+        if parts > 0 && sids.len() > 1 {
+            seen.push(C::Sources);
+        }
+        if sids.len() > 1 && kinds.len() > 1 {
+            self.cov.hit(C::Mixed, 0);
+        }
+        let Some(&first) = sids.first().filter(|_| parts > 0) else {
+            return self.hit_all(&seen, &kinds);
+        };
+        let theirs = self.hosts[self.sessions[first].pn].pools.clone();
+        let (h, t) = (main.heads(), theirs[0].heads());
+        let differs = [
+            (C::Heads, (h.first, h.end) != (t.first, t.end)),
+            (C::Stages, main.layers != theirs[0].layers),
+            (C::Copies, t.copies > 1),
+            (C::PageSizes, ours.iter().zip(&*theirs).any(|(a, b)| a.page_tokens != b.page_tokens)),
+            (C::Orders, main.order != theirs[0].order && main.kv_heads * t.end > 1),
+            (C::Packing, main.kind != theirs[0].kind),
+            (C::Window, ours.iter().any(|l| l.window_tokens > 0 && l.window_tokens < span.tokens)),
+            (C::Rows, ours.last().is_some_and(is_rows)),
+            (C::Pools, ours.len() == 3),
+        ];
+        seen.extend(differs.iter().filter(|(_, is)| *is).map(|(c, _)| *c));
+        self.hit_all(&seen, &kinds);
+    }
+    fn hit_all(&mut self, seen: &[C], kinds: &[usize]) {
+        for &c in seen {
+            kinds.iter().for_each(|&kind| self.cov.hit(c, kind));
+        }
     }
 
     fn room_ended(
@@ -727,48 +933,47 @@ impl World {
         let took_ms = (now - r.since) / 1_000_000;
         let deadline_ms = r.deadline_ms;
         let late = took_ms > deadline_ms + r.deadline_ms / 50 + slack_ms;
-        let (blocks, parts, sid, span, arrived) =
-            (std::mem::take(&mut r.blocks), r.parts, r.sid, r.span, r.arrived);
+        let (blocks, span) = (std::mem::take(&mut r.blocks), r.span);
+        let sids: Vec<usize> = r.sids().collect();
+        let (arrived, parts) = r.progress();
         if late || outcome.why().is_some_and(|w| w.text.is_empty()) {
             self.fails(Inv::EndsOnce, || format!("room {room} took {took_ms} ms: {outcome:?}"));
         }
-        let kind = sid.map_or(0, |s| self.sessions[s].kind());
-        let pool = self.d[d].pool;
+        let kinds = self.kinds(sids.iter().copied());
         match &outcome {
-            Outcome::Done { .. } => {
-                for &id in &blocks {
-                    for slab in 0..self.prof.layout.pages_per_block() {
-                        let page = self.pools[pool].page(slab, id);
-                        if !self.check_page(d, page, Inv::DoneIsComplete) {
-                            return;
-                        }
-                    }
+            Outcome::Done { bytes } => {
+                let Some(&from) = sids.first() else {
+                    return self.fails(Inv::DoneIsComplete, || format!("{room} was never granted"));
+                };
+                self.check_done(d, room, &blocks, span, from);
+                self.count_done(d, &sids, parts, span);
+                let pools = &self.hosts[d].pools;
+                let theirs = &self.hosts[self.sessions[from].pn].pools;
+                let each = pools.iter().zip(&**theirs).map(|(layout, theirs)| {
+                    let moved = moved(layout, &span, layout.page_tokens.min(theirs.page_tokens));
+                    let rows = u64::from(layout.row_bytes() * layout.kv_heads) * moved.len() as u64;
+                    rows * u64::from(layout.pages_per_block())
+                });
+                let want: u64 = each.sum();
+                if *bytes != want {
+                    self.fails(Inv::DoneIsComplete, || {
+                        format!("{room}: {bytes} bytes, not {want}")
+                    });
                 }
-                self.cov.hit(C::Done, kind);
-                if parts == 0 {
-                    self.cov.hit(C::ZeroPage, kind);
-                } else if span.prefix_tokens > 0 {
-                    self.cov.hit(C::Prefix, kind);
-                }
-                if parts > 0 && span.tokens % PAGE != 0 {
-                    self.cov.hit(C::PartialPage, kind);
-                }
-                if let Some(s) = sid {
-                    let key = (room, self.sessions[s].p, self.sessions[s].inc[1], d);
-                    self.done_at.insert(key);
-                    if self.failed_at.contains(&key) {
-                        self.fails(Inv::OneOutcome, || {
-                            format!("room {room} is done, and the prefill said that it failed")
-                        });
-                    }
+                for &sid in &sids {
+                    self.done_with(room, sid, d);
                 }
             }
             Outcome::Failed { why, .. } => {
-                self.cov.hit(C::Failed, kind);
+                self.hit_all(&[C::Failed], &kinds);
                 if why.kind == ErrorKind::LeaseExpired {
-                    self.cov.hit(C::LeaseExpiry, kind);
+                    self.hit_all(&[C::LeaseExpiry], &kinds);
                 }
-                let complete = sid.is_some() && arrived.count_ones() == parts;
+                if why.kind == ErrorKind::PeerLost && sids.len() > 1 {
+                    self.hit_all(&[C::SourceLost], &kinds);
+                }
+                // What a prefill says may be of the other use of the number.
+                let complete = !sids.is_empty() && arrived == parts && !self.is_used_twice(room);
                 if why.kind == ErrorKind::Incomplete && complete && why.text.contains("ended early")
                 {
                     self.fails(Inv::TrueReason, || format!("{room} has all its parts: {why}"));
@@ -777,7 +982,9 @@ impl World {
                 let crowded = matches!(why.kind, ErrorKind::Busy | ErrorKind::DeadlineExceeded)
                     || why.text.contains("deadline")
                     || took_ms + 500 > deadline_ms;
-                if self.prof.calm && !crowded {
+                // Where one rank fails, its router gives up the others.
+                let undone = self.by_room.get(&room).is_some_and(|&j| self.jobs[j].undone);
+                if self.prof.calm && !crowded && !undone {
                     self.fails(Inv::CalmIsDone, || format!("{room} failed: {why}"));
                 }
                 if why.text.contains("decode leg did not come") {
@@ -791,10 +998,8 @@ impl World {
         match (proof, withheld) {
             (Some(proof), false) => self.blocks_return(d, grant, &blocks, &proof),
             (None, true) => {
-                self.cov.hit(C::Quarantine, kind);
-                for &id in &blocks {
-                    self.pools[pool].blocks[id as usize] = Block::Withheld;
-                }
+                self.hit_all(&[C::Quarantine], &kinds);
+                self.mems[self.d[d].mem].withhold(&blocks);
                 self.d[d].quarantine.insert(grant, blocks);
             }
             (None, false) if grant == GrantId::NONE && blocks.is_empty() => {}
@@ -810,15 +1015,28 @@ impl World {
     pub(crate) fn prefill_leg(&mut self, p: usize, job: usize, tries: u32) {
         let j = &self.jobs[job];
         let (room, tokens) = (j.room, j.prefill_tokens);
-        let decode = j.names_decode.then(|| self.hosts[j.d].identity.clone());
+        let Some(rank) = j.ps.iter().position(|&at| at == p) else { return };
+        let decodes = j.takers[rank].iter();
+        let takers = match j.names_decode {
+            true => Takers::Named(decodes.map(|&d| self.hosts[d].identity.clone()).collect()),
+            false => Takers::Any(decodes.len() as u16),
+        };
         let issuer = Some(self.hosts[self.rnode(j.router)].identity.clone());
         let node = self.pnode(p);
         let again = self.p[p].rooms.contains_key(&room);
-        let pool = self.p[p].pool;
+        let mem = self.p[p].mem;
         let mut blocks = Vec::new();
         if !again {
-            let count = tokens.div_ceil(PAGE) as usize;
-            let Some(ids) = self.pools[pool].take(count, room) else {
+            // What lies before a window is not kept.
+            let pools = self.hosts[node].pools.clone();
+            let first = |l: &Layout| match l.window_tokens {
+                0 => 0,
+                window => tokens.saturating_sub(window) / l.page_tokens,
+            };
+            let first: Vec<u32> = pools.iter().map(first).collect();
+            let counts = pools.iter().zip(&first).map(|(l, first)| l.blocks_for(tokens) - first);
+            let counts: Vec<usize> = counts.map(|n| n as usize).collect();
+            let Some(ids) = self.mems[mem].take(&counts, room) else {
                 if tries < 20 {
                     let at = self.after(10, 60);
                     self.push(at, Some(node), Ev::Attach { p, job, tries: tries + 1 });
@@ -833,7 +1051,9 @@ impl World {
                 released: false,
                 withheld: false,
                 blocks: blocks.clone(),
-                granted: None,
+                first,
+                granted: BTreeMap::new(),
+                wanted: None,
                 chunks: Vec::new(),
                 planned: false,
                 next: 0,
@@ -846,7 +1066,7 @@ impl World {
         self.p[p].refused = None;
         let before = self.p[p].m.active();
         let deadline_ms = self.prof.deadline_ms;
-        self.prefill(p, PEvent::Attach { room, tokens, decode, issuer, deadline_ms });
+        self.prefill(p, PEvent::Attach { room, tokens, takers, issuer, deadline_ms });
         let refused = self.p[p].refused.take();
         if refused.is_some() && self.p[p].m.active() != before {
             self.fails(Inv::RefusedLeavesNothing, || format!("prefill {p}: leg of {room}"));
@@ -858,7 +1078,7 @@ impl World {
                     self.cov.hit(C::Replay, 0);
                 }
                 self.p[p].rooms.remove(&room);
-                blocks.iter().for_each(|&id| self.pools[pool].give_back(id));
+                self.mems[mem].give_back(&blocks);
             }
             None if again => self.fails(Inv::EndsOnce, || format!("leg of {room} taken twice")),
             None => {
@@ -869,12 +1089,42 @@ impl World {
     }
 
     /// In what order this room's pages become ready.
-    fn plan_chunks(&mut self, job: usize, granted: bool) -> Vec<(Range<u32>, Range<u32>)> {
-        let (tokens, prefix) = (self.jobs[job].prefill_tokens, self.jobs[job].prefix);
-        let layers = self.prof.layout.layers;
-        let start = if granted && self.rng.per_mille(500) { prefix.min(tokens) } else { 0 };
+    fn plan_chunks(&mut self, p: usize, job: usize, wanted: Option<Span>) -> Vec<Part> {
+        let pools = self.hosts[self.pnode(p)].pools.clone();
+        let each = pools.iter().enumerate();
+        let mut queues: Vec<Vec<Part>> =
+            each.map(|(n, layout)| self.plan_pool(job, n, layout, wanted)).collect();
+        queues.iter_mut().for_each(|q| q.reverse());
+        let mut chunks = Vec::new();
+        while !queues.iter().all(Vec::is_empty) {
+            let at = self.rng.range(0, queues.len() as u64 - 1) as usize;
+            chunks.extend(queues[at].pop());
+        }
+        chunks
+    }
+
+    fn plan_pool(
+        &mut self,
+        job: usize,
+        pool: usize,
+        layout: &Layout,
+        wanted: Option<Span>,
+    ) -> Vec<Part> {
+        let tokens = self.jobs[job].prefill_tokens;
+        let layers = layout.layers;
+        let seen = match layout.window_tokens {
+            0 => 0,
+            window => tokens.saturating_sub(window),
+        };
+        let mut start = seen - seen % layout.page_tokens;
+        if self.rng.per_mille(500) {
+            // What nobody wants may be left out.
+            start = wanted.map_or(seen, |w| seen.max(w.prefix_tokens)).min(tokens);
+        }
         let mut cuts = vec![start];
-        if self.rng.per_mille(700) {
+        if is_rows(layout) {
+            cuts = vec![0, tokens];
+        } else if self.rng.per_mille(700) {
             let mut at = start;
             while at < tokens {
                 at = (at + self.rng.range(1, 9) as u32).min(tokens);
@@ -907,17 +1157,18 @@ impl World {
                 }
             }
         }
-        chunks
+        chunks.into_iter().map(|(tokens, layers)| Part { pool, tokens, layers }).collect()
     }
 
     pub(crate) fn next_chunk(&mut self, p: usize, room: RoomId) {
+        let node = self.pnode(p);
         let Some(r) = self.p[p].rooms.get(&room) else { return };
         if r.ended.is_some() || r.released || r.withheld || !r.attached {
             return;
         }
-        let (job, granted) = (r.job, r.granted.is_some());
+        let (job, wanted) = (r.job, r.wanted);
         if !r.planned {
-            let mut chunks = self.plan_chunks(job, granted);
+            let mut chunks = self.plan_chunks(p, job, wanted);
             let r = self.p[p].rooms.get_mut(&room).unwrap();
             if r.early && chunks.len() > 1 {
                 self.cov.hit(C::FinishEarly, 0);
@@ -932,27 +1183,33 @@ impl World {
             r.next += 1;
             return self.prefill(p, PEvent::Finish { room });
         }
-        let Some((tokens, layers)) = r.chunks.get(r.next).cloned() else { return };
+        let Some(Part { pool, tokens, layers }) = r.chunks.get(r.next).cloned() else { return };
         r.next += 1;
-        let (first, end) = (tokens.start / PAGE, tokens.end.div_ceil(PAGE));
-        let ids = r.blocks[first as usize..end as usize].to_vec();
-        let (seq, slabs) = (self.jobs[job].seq, self.prof.layout.kind.slabs());
-        let pool = &mut self.pools[self.p[p].pool];
-        for (i, &id) in ids.iter().enumerate() {
-            let block = first + i as u32;
-            let fill = PAGE.min(tokens.end - block * PAGE);
-            for slab in layers.start * slabs..layers.end * slabs {
-                let page = pool.page(slab, id);
-                for w in 0..WORDS {
-                    pool.words[page * WORDS + w] = content(seq, block, slab, fill, w);
+        let geometry = self.hosts[node].geometry[pool].clone();
+        let layout = &geometry.layout;
+        let (first, end) = match is_rows(layout) {
+            true => (0, r.blocks[pool].len() as u32),
+            false => (tokens.start / layout.page_tokens, layout.blocks_for(tokens.end)),
+        };
+        let held = (first - r.first[pool]) as usize..(end - r.first[pool]) as usize;
+        let ids = r.blocks[pool][held].to_vec();
+        let (seq, prompt) = (self.jobs[job].seq, self.jobs[job].prefill_tokens);
+        let words = &mut self.mems[self.p[p].mem].0[pool].words;
+        for (&id, block) in ids.iter().zip(first..) {
+            for (word, place) in geometry.words_of(id) {
+                if layers.contains(&place.layer) {
+                    let last = tokens.end == prompt || is_rows(layout);
+                    let is_final = last || block * layout.page_tokens + place.token < tokens.end;
+                    let content = geometry.content(seq, block, place);
+                    words[word] = if is_final { content } else { draft(content, tokens.end) };
                 }
             }
         }
         let blocks = BlockList::from_ids(&ids);
         self.p[p].refused = None;
-        self.prefill(p, PEvent::Chunk(Chunk { room, tokens, layers, blocks }));
+        self.prefill(p, PEvent::Chunk(Chunk { room, pool: pool as u32, tokens, layers, blocks }));
         if self.p[p].refused.take().is_none() {
-            let (at, node) = (self.after(0, 25), self.pnode(p));
+            let at = self.after(0, 25);
             self.push(at, Some(node), Ev::Chunk { p, room });
         }
     }
@@ -970,25 +1227,19 @@ impl World {
                 }
                 POut::Refused { why, .. } => self.p[p].refused = Some(why),
                 POut::ChunkTaken { .. } => {}
-                POut::Granted { room, link, offer, .. } => {
+                POut::Granted { room, link, offer, parts, wanted } => {
                     let sid = link.0 as usize;
-                    let map = self.pools[self.sessions[sid].pools[0]].map.clone();
-                    let layout = &self.prof.layout;
-                    let range = offer.span.blocks(layout).unwrap();
-                    let count = range.end - range.start;
-                    let grid =
-                        kvlane_proto::Grid::new(layout, count, self.prof.part_bytes).unwrap();
-                    let plan = Arc::new(Plan::new(grid, layout, map, &offer.blocks).unwrap());
-                    self.p[p].plans.insert((sid, offer.grant), plan);
+                    self.granted(p, sid, &offer, parts);
                     let kind = self.sessions[sid].kind();
                     if let Some(r) = self.p[p].rooms.get_mut(&room) {
                         let c = if r.since < self.now { C::EarlyPrefill } else { C::LatePrefill };
-                        r.granted = Some(sid);
+                        r.granted.insert(sid, offer.grant);
+                        r.wanted = wanted;
                         self.cov.hit(c, kind);
                     }
                 }
-                POut::Post { link, grant, part, lane, layers, ids } => {
-                    self.post(p, link.0 as usize, grant, part, lane, layers, ids);
+                POut::Post { link, grant, part, lane, pages } => {
+                    self.post(p, link.0 as usize, grant, part, lane, &pages);
                 }
                 POut::ResetLane { link, lane } => {
                     let c = self.sessions[link.0 as usize].lanes.get(usize::from(lane.0));
@@ -997,15 +1248,13 @@ impl World {
                     }
                 }
                 POut::Quiesce { link, grant } => self.quiesce(p, link.0 as usize, grant),
-                POut::Released { room, proof } => self.source_returns(p, room, proof),
+                POut::Released { room, proofs } => self.source_returns(p, room, &proofs),
                 POut::Withheld { room, .. } => {
                     self.cov.hit(C::SourceWithheld, 0);
-                    let pool = self.p[p].pool;
+                    let mem = self.p[p].mem;
                     if let Some(r) = self.p[p].rooms.get_mut(&room) {
                         r.withheld = true;
-                        for &id in &r.blocks {
-                            self.pools[pool].blocks[id as usize] = Block::Withheld;
-                        }
+                        self.mems[mem].withhold(&r.blocks);
                     }
                 }
                 POut::Ended { room, outcome } => self.prefill_ended(p, room, outcome),
@@ -1013,8 +1262,30 @@ impl World {
         }
     }
 
-    fn source_returns(&mut self, p: usize, room: RoomId, _proof: Option<Quiet>) {
-        let pool = self.p[p].pool;
+    /// A sender's engine that writes itself learns where to.
+    fn granted(&mut self, p: usize, sid: usize, offer: &Offer, parts: u32) {
+        let s = &self.sessions[sid];
+        let mut found = parts;
+        if s.kind == Kind::OneSided {
+            let ours = &self.hosts[s.pn].pools;
+            let share = Arc::new(Share::between(ours, &s.pools).unwrap());
+            let blocks = Blocks::lent(&s.pools, &s.maps, &offer.span, &offer.blocks).unwrap();
+            let (side, part_bytes) = (Side::Destination, self.prof.part_bytes);
+            let plan = Plan::new(share, side, &offer.span, part_bytes, blocks.into()).unwrap();
+            found = plan.grid().parts();
+            self.p[p].plans.insert((sid, offer.grant), Arc::new(plan));
+        }
+        let opened = self.d[s.d].rooms.get(&offer.room).and_then(|r| r.sources.get(&sid));
+        let expected = opened.map_or(parts, |s| s.0);
+        if (found, expected) != (parts, parts) {
+            self.fails(Inv::DoneIsComplete, || {
+                format!("{}: {parts} parts at the sender, {found} planned, {expected}", offer.room)
+            });
+        }
+    }
+
+    fn source_returns(&mut self, p: usize, room: RoomId, proofs: &[Quiet]) {
+        let mem = self.p[p].mem;
         // An offer whose leg never came has no source.
         let Some(r) = self.p[p].rooms.get_mut(&room) else { return };
         if std::mem::replace(&mut r.released, true) {
@@ -1022,7 +1293,31 @@ impl World {
         }
         r.withheld = false;
         let blocks = std::mem::take(&mut r.blocks);
-        blocks.iter().for_each(|&id| self.pools[pool].give_back(id));
+        let granted: Vec<(usize, GrantId)> = r.granted.iter().map(|(&s, &g)| (s, g)).collect();
+        for (sid, grant) in granted {
+            let all = (sid, grant, PartId(0))..=(sid, grant, PartId(u32::MAX));
+            let posted = self.p[p].posted.range(all).next().is_some();
+            let proved = proofs.iter().any(|q| (q.0, q.1) == (sid, grant));
+            if posted && !proved || self.reads_source(sid, grant) {
+                self.fails(Inv::SourceKept, || {
+                    format!("prefill {p}: {room} is released, and {grant} may still read it")
+                });
+            }
+        }
+        self.mems[mem].give_back(&blocks);
+    }
+
+    /// A decode rank has all that one of its sources had for it.
+    fn done_with(&mut self, room: RoomId, sid: usize, d: usize) {
+        let s = &self.sessions[sid];
+        let (p, inc) = (s.p, s.inc[1]);
+        self.done_at.insert((room, p, inc, d));
+        let done = |d: &usize| self.done_at.contains(&(room, p, inc, *d));
+        if self.failed_at.get(&(room, p, inc)).is_some_and(|takers| takers.iter().all(done)) {
+            self.fails(Inv::OneOutcome, || {
+                format!("room {room} is done, and the prefill said that it failed")
+            });
+        }
     }
 
     fn prefill_ended(&mut self, p: usize, room: RoomId, outcome: Outcome) {
@@ -1031,7 +1326,7 @@ impl World {
         let deadline_ms = self.prof.deadline_ms;
         let slack_ms = 300 + 3 * self.prof.fence_ms;
         let Some(r) = self.p[p].rooms.get_mut(&room).filter(|r| r.attached) else { return };
-        let kind = r.granted.map_or(0, |s| self.sessions[s].kind());
+        let sids: Vec<usize> = r.granted.keys().copied().collect();
         if r.ended.replace(outcome.clone()).is_some() {
             return self.fails(Inv::EndsOnce, || format!("prefill ended {room} twice"));
         }
@@ -1048,24 +1343,38 @@ impl World {
         }
         // A number that was used at another decode, without a leg, is not this leg's room.
         let job = &self.jobs[self.p[p].rooms[&room].job];
-        let (named, job_d) = (job.names_decode, job.d);
-        let key = (room, p, inc, job_d);
-        let done = self
+        let takers = job.takers[job.ps.iter().position(|&at| at == p).unwrap()].clone();
+        let named = job.names_decode;
+        let done: Vec<usize> = self
             .done_at
             .range((room, p, inc, 0)..=(room, p, inc, usize::MAX))
-            .any(|k| !named || k.3 == job_d);
+            .map(|k| k.3)
+            .collect();
+        let all = takers.iter().all(|d| done.contains(d));
+        // A leg that takes whoever comes may hear of the other use of its number.
+        let other = !named && self.is_used_twice(room);
+        let kinds = self.kinds(sids);
         match outcome {
-            Outcome::Done { .. } if !done => {
-                self.fails(Inv::OneOutcome, || format!("prefill says that {room} is done"));
+            Outcome::Done { .. } => {
+                if if named { !all } else { done.len() < takers.len() } {
+                    self.fails(Inv::OneOutcome, || format!("prefill says that {room} is done"));
+                }
+                if takers.len() > 1 {
+                    self.hit_all(&[C::Takers], &kinds);
+                }
+                return;
             }
-            Outcome::Done { .. } => {}
+            Outcome::Failed { .. } if other => {}
             Outcome::Failed { .. } => {
-                self.failed_at.insert(key);
-                if self.done_at.contains(&key) {
+                if all {
                     self.fails(Inv::OneOutcome, || format!("prefill says that {room} failed"));
                 }
+                self.failed_at.insert((room, p, inc), takers);
             }
-            Outcome::Unknown { .. } => self.cov.hit(C::Unknown, kind),
+            Outcome::Unknown { .. } => self.hit_all(&[C::Unknown], &kinds),
+        }
+        if !done.is_empty() && !all {
+            self.cov.hit(C::TakerFailed, 0);
         }
     }
 
@@ -1080,6 +1389,13 @@ impl World {
             l.send(now, msg);
         }
         self.drain_link(sid, side);
+    }
+
+    fn is_used_twice(&self, room: RoomId) -> bool {
+        self.jobs.iter().filter(|j| j.room == room).count() > 1
+    }
+    fn named(&self, prefill: usize) -> String {
+        format!("prefill={}", self.hosts[prefill].identity)
     }
 
     /// Looks at what the workers tell each other.
@@ -1104,7 +1420,11 @@ impl World {
             if before != done {
                 self.fails(Inv::OneOutcome, || format!("{room}: done {before}, then {done}"));
             }
-            if outcome.why().is_some_and(|w| w.kind == ErrorKind::LeaseExpired) {
+            // Of several sources only one may have lost its lease: the one that is named.
+            let s = &self.sessions[sid];
+            let alone = self.d[s.d].rooms.get(room).is_some_and(|r| r.sources.len() == 1);
+            let means = |why: &Refusal| alone || why.text.contains(&self.named(s.pn));
+            if outcome.why().is_some_and(|w| w.kind == ErrorKind::LeaseExpired && means(w)) {
                 self.lease_over.insert((sid, *grant));
             }
         }
@@ -1143,7 +1463,7 @@ impl World {
         let chunks: u32 = self.p[p]
             .rooms
             .values()
-            .filter(|r| r.granted == Some(sid))
+            .filter(|r| r.granted.get(&sid) == Some(&grant))
             .map(|r| r.next as u32)
             .sum();
         if let Some((before, then)) = self.p[p].posted.insert((sid, grant, part), (lane, chunks)) {
@@ -1157,9 +1477,24 @@ impl World {
     }
 
     pub(crate) fn decode_event(&mut self, d: usize, ev: DEvent) {
-        if let DEvent::Arrived { grant, part } = &ev {
-            self.count_arrival(d, *grant, *part);
+        if let DEvent::Arrived { link, grant, part } = &ev {
+            self.count_arrival(d, *link, *grant, *part);
         }
         self.decode(d, ev);
+    }
+}
+
+/// The tokens that a room moves in one pool, or the rows, by cells of so many.
+fn moved(layout: &Layout, span: &Span, cell: u32) -> Range<u32> {
+    if is_rows(layout) {
+        return 0..layout.blocks_for(0);
+    }
+    let seen = match layout.window_tokens {
+        0 => 0,
+        window => span.tokens.saturating_sub(window),
+    };
+    match seen.max(span.prefix_tokens) {
+        from if from >= span.tokens => 0..0,
+        from => from / cell * cell..span.tokens.div_ceil(cell) * cell,
     }
 }

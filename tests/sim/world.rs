@@ -1,41 +1,43 @@
 //! The world of one seed: nodes with clocks of their own, one heap of events, and the loop.
 //!
-//! Every node runs the real machines. What they put out becomes events of the network
-//! (`network.rs`), of the engines (`engines.rs`) or of the serving engines and routers
-//! (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash map where the
-//! order would show, so the same seed is the same run.
+//! A node is one rank of an instance, or a router. Workers run the real machines. What they put out
+//! becomes events of the network (`network.rs`), of the engines (`engines.rs`) or of the serving
+//! engines and routers (`serving.rs`). Nothing reads a real clock, and nothing iterates over a hash
+//! map where the order would show, so the same seed is the same run.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvlane_proto::decode::{self, CallId, Decode, DecodeConfig};
 use kvlane_proto::grants::{FenceHow, Grants};
-use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
+use kvlane_proto::layout::KvKind;
 use kvlane_proto::msg::call::{Call, Reply};
 use kvlane_proto::msg::peer::PeerFrame;
 use kvlane_proto::msg::service::WorkerAddress;
 use kvlane_proto::mutant::Mutant;
 use kvlane_proto::prefill::{self, Prefill, PrefillConfig};
 use kvlane_proto::{
-    GrantId, Identity, Incarnation, LaneId, Layout, LinkId, PartId, Plan, Refusal, Role, RoomId,
-    Time, WorkerKey,
+    GrantId, Identity, Incarnation, LaneId, Layout, LinkId, PartId, Plan, PoolMap, Refusal, Role,
+    RoomId, Time, WorkerKey,
 };
 
 use crate::coverage::{C, Coverage, PHASES};
-use crate::engines::{Conn, OpenGrant, PullJob};
+use crate::engines::{Conn, OpenGrant};
 use crate::invariants::{Inv, Violation};
 use crate::network::Session;
-use crate::pools::Pool;
+use crate::pools::{Geometry, Ids, Memory};
 use crate::rng::Rng;
 use crate::serving::{Act, DRoom, Job, PRoom};
+use crate::shapes::{Ranks, Route, Shapes, TOKENS_MAX};
 
 /// The engine's proof that a grant is fenced. The forged one belongs to the machine without fence.
 #[derive(Debug)]
 pub(crate) struct Fence(pub(crate) GrantId);
-/// The engine's proof that a grant is quiet at its sender.
+/// The engine's proof that a grant is quiet at its sender: session and grant.
 #[derive(Debug)]
-pub(crate) struct Quiet;
+pub(crate) struct Quiet(pub(crate) usize, pub(crate) GrantId);
 
 pub(crate) type DEvent = decode::Event<Fence>;
 pub(crate) type PEvent = prefill::Event<Quiet>;
@@ -45,6 +47,7 @@ pub(crate) type PEvent = prefill::Event<Quiet>;
 pub(crate) enum Ev {
     Timer { node: usize, id: u64 },
     Boot { node: usize },
+    Thaw { node: usize },
     Fault(Fault),
     Spawn,
     // Network.
@@ -67,7 +70,6 @@ pub(crate) enum Ev {
     Redial { sid: usize, lane: u16 },
     FenceDone { d: usize, grant: GrantId, how: FenceHow },
     FenceFails { d: usize, grant: GrantId },
-    Pull { d: usize, grant: GrantId },
     QuietCheck { p: usize },
     // Serving engines and routers.
     Job { job: usize, act: Act },
@@ -112,6 +114,10 @@ impl Ord for Item {
 /// A process on a host with a clock of its own.
 pub(crate) struct Host {
     pub(crate) identity: Identity,
+    /// The pools of a worker, and where they are.
+    pub(crate) pools: Arc<[Layout]>,
+    pub(crate) maps: Arc<[Arc<PoolMap>]>,
+    pub(crate) geometry: Vec<Arc<Geometry>>,
     pub(crate) inc: u32,
     pub(crate) alive: bool,
     pub(crate) stopped_until: u64,
@@ -147,13 +153,12 @@ impl Host {
 /// A decode worker.
 pub(crate) struct DNode {
     pub(crate) m: Decode<Fence>,
-    pub(crate) pool: usize,
+    pub(crate) mem: usize,
     pub(crate) grants: Grants<Arc<Plan>>,
     pub(crate) open: BTreeMap<GrantId, OpenGrant>,
-    pub(crate) pulls: BTreeMap<GrantId, Vec<PullJob>>,
     pub(crate) rooms: BTreeMap<RoomId, DRoom>,
     /// Lent blocks whose proof did not come.
-    pub(crate) quarantine: BTreeMap<GrantId, Vec<u32>>,
+    pub(crate) quarantine: BTreeMap<GrantId, Ids>,
     pub(crate) lanes: BTreeMap<LinkId, usize>,
     pub(crate) fences: usize,
     /// Calls that wait for their answer, and until when at most.
@@ -163,7 +168,7 @@ pub(crate) struct DNode {
 /// A prefill worker.
 pub(crate) struct PNode {
     pub(crate) m: Prefill<Quiet>,
-    pub(crate) pool: usize,
+    pub(crate) mem: usize,
     pub(crate) rooms: BTreeMap<RoomId, PRoom>,
     /// The receiver's pages, by grant.
     pub(crate) plans: BTreeMap<(usize, GrantId), Arc<Plan>>,
@@ -179,7 +184,6 @@ pub(crate) struct PNode {
 pub(crate) struct Profile {
     /// No faults, no aborts, no mischief: every room must be done.
     pub(crate) calm: bool,
-    pub(crate) layout: Layout,
     pub(crate) mutant: Mutant,
     pub(crate) part_bytes: u64,
     pub(crate) lanes: u16,
@@ -196,7 +200,10 @@ pub(crate) struct Profile {
     pub(crate) rooms_max: usize,
     pub(crate) queue_max: usize,
     pub(crate) orphans_max: usize,
-    pub(crate) blocks: u32,
+    /// For so many tokens every pool has blocks.
+    pub(crate) kept_tokens: u32,
+    /// Routers reserve at all ranks at once, not one after the other.
+    pub(crate) reserves_at_once: bool,
     pub(crate) job_gap_ms: u64,
     pub(crate) mischief: u64,
     pub(crate) active_ns: u64,
@@ -221,23 +228,28 @@ pub(crate) struct World {
     pub(crate) d: Vec<DNode>,
     pub(crate) p: Vec<PNode>,
     pub(crate) routers: usize,
-    pub(crate) pools: Vec<Pool>,
+    /// The ranks of each instance, and who sends to whom, by decode and prefill instance.
+    pub(crate) decodes: Vec<Range<usize>>,
+    pub(crate) prefills: Vec<Range<usize>>,
+    pub(crate) routes: Vec<Vec<Route>>,
+    pub(crate) mems: Vec<Memory>,
     pub(crate) sessions: Vec<Session>,
     pub(crate) conns: Vec<Conn>,
     pub(crate) jobs: Vec<Job>,
     pub(crate) by_room: BTreeMap<RoomId, usize>,
-    /// Calls that wait: router, job, what.
+    /// Calls that wait: decode rank, job, what.
     pub(crate) calls: BTreeMap<u64, (usize, usize, Act)>,
     pub(crate) next_call: u64,
     /// Cut directions: (from, to, until).
     pub(crate) cuts: Vec<(usize, usize, u64)>,
-    /// Serve words that were bumped.
+    /// Grants whose serve word the sender has raised.
     pub(crate) bumped: BTreeSet<(usize, GrantId)>,
     /// Outcomes as decided: (decode, its start, room) → done.
     pub(crate) decided: BTreeMap<(usize, u32, RoomId), kvlane_proto::Outcome>,
     /// (room, prefill, its start, decode).
     pub(crate) done_at: BTreeSet<(RoomId, usize, u32, usize)>,
-    pub(crate) failed_at: BTreeSet<(RoomId, usize, u32, usize)>,
+    /// Rooms that a prefill says have failed, and the decodes that were to take them.
+    pub(crate) failed_at: BTreeMap<(RoomId, usize, u32), Vec<usize>>,
     pub(crate) said: BTreeMap<(usize, RoomId, GrantId), bool>,
     /// Until when a grant lives by its grantor, in true time.
     pub(crate) promised: BTreeMap<(usize, GrantId), u64>,
@@ -252,20 +264,10 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(seed: u64, mutant: Mutant, trace: bool) -> Self {
         let mut rng = Rng::new(seed);
-        let layout = Layout {
-            model: "tiny".into(),
-            layers: rng.range(1, 3) as u32,
-            first_layer: 0,
-            kv_heads: 1,
-            kv_heads_total: 1,
-            head_dim: 4,
-            dtype: Dtype::Bf16,
-            page_tokens: 4,
-            order: Order::Nhd,
-            kind: if rng.per_mille(700) { KvKind::Split } else { KvKind::Mla },
-            at: Coordinates::SINGLE,
-        };
-        let unit = u64::from(layout.page_bytes()) * u64::from(layout.kind.slabs());
+        let shapes = Shapes::draw(&mut rng);
+        let main = &shapes.decodes[0][0][0];
+        // Of four tokens in one layer.
+        let unit = u64::from(main.row_bytes() * main.kv_heads * main.kind.slabs() * 4);
         let calm = rng.per_mille(80);
         let lanes = rng.range(1, 4) as u16;
         let lossy = !calm && rng.per_mille(700);
@@ -290,14 +292,15 @@ impl World {
             rooms_max: if calm { 1_000 } else { *rng.pick(&[4, 30, 100, 100]) },
             queue_max: if calm { 1_000 } else { *rng.pick(&[1, 3, 100]) },
             orphans_max: *rng.pick(&[1, 3, 100, 100]),
-            blocks: rng.range(10, 30) as u32,
+            kept_tokens: rng.range(40, 120) as u32,
+            reserves_at_once: !calm && rng.per_mille(500),
             job_gap_ms: if calm { 120 } else { *rng.pick(&[12, 30, 60, 120]) },
             mischief: if calm { 0 } else { *rng.pick(&[0, 150, 400]) },
             active_ns: rng.ms(1_000, 3_500),
-            layout,
         };
-        let (nd, np, nr) =
-            (rng.range(1, 2) as usize, rng.range(1, 2) as usize, rng.range(1, 2) as usize);
+        let nr = rng.range(1, 2) as usize;
+        let count = |of: &[Ranks]| of.iter().map(Vec::len).sum::<usize>();
+        let (nd, np) = (count(&shapes.decodes), count(&shapes.prefills));
         let trigger = (!calm && rng.per_mille(350))
             .then(|| (rng.range(0, 2) as usize, rng.range(0, 7) as usize));
         let mut w = Self {
@@ -314,7 +317,10 @@ impl World {
             d: Vec::new(),
             p: Vec::new(),
             routers: nr,
-            pools: Vec::new(),
+            decodes: ranges(&shapes.decodes),
+            prefills: ranges(&shapes.prefills),
+            routes: shapes.routes,
+            mems: Vec::new(),
             sessions: Vec::new(),
             conns: Vec::new(),
             jobs: Vec::new(),
@@ -325,7 +331,7 @@ impl World {
             bumped: BTreeSet::new(),
             decided: BTreeMap::new(),
             done_at: BTreeSet::new(),
-            failed_at: BTreeSet::new(),
+            failed_at: BTreeMap::new(),
             said: BTreeMap::new(),
             promised: BTreeMap::new(),
             lease_over: BTreeSet::new(),
@@ -333,33 +339,21 @@ impl World {
             trigger,
             idle_since: None,
         };
-        for n in 0..nd + np + nr {
-            let (role, at) = match n {
-                n if n < nd => (Role::Decode, n),
-                n if n < nd + np => (Role::Prefill, n - nd),
-                n => (Role::Router, n - nd - np),
-            };
-            let identity = Identity::new("c", role, &format!("{}{at}", role.as_str()), 0).unwrap();
-            // Hours of skew, up to a hundredth of drift.
-            let (offset, ppm) = (w.rng.range(0, 40 * 3600) * SECOND, w.rng.range(0, 20_000) as i64);
-            w.hosts.push(Host {
-                identity,
-                inc: 0,
-                alive: true,
-                stopped_until: 0,
-                stood_ns: 0,
-                offset,
-                ppm: ppm - 10_000,
-                armed: u64::MAX,
-                timer: 0,
-            });
+        for (role, instances) in [(Role::Decode, shapes.decodes), (Role::Prefill, shapes.prefills)]
+        {
+            for (n, ranks) in instances.into_iter().enumerate() {
+                for (rank, pools) in ranks.into_iter().enumerate() {
+                    w.add_host(role, n, rank as u32, pools);
+                }
+            }
         }
-        for _ in 0..nd {
-            let node = w.new_decode();
+        (0..nr).for_each(|n| w.add_host(Role::Router, n, 0, [].into()));
+        for d in 0..nd {
+            let node = w.new_decode(d);
             w.d.push(node);
         }
-        for _ in 0..np {
-            let node = w.new_prefill();
+        for p in nd..nd + np {
+            let node = w.new_prefill(p);
             w.p.push(node);
         }
         w.push(0, None, Ev::Spawn);
@@ -369,10 +363,45 @@ impl World {
         w
     }
 
-    fn new_decode(&mut self) -> DNode {
-        let pool = Pool::new(&self.prof.layout, self.prof.blocks);
+    fn add_host(&mut self, role: Role, instance: usize, rank: u32, pools: Arc<[Layout]>) {
+        let name = format!("{}{instance}", role.as_str());
+        let identity = Identity::new("c", role, &name, rank).unwrap();
+        // Hours of skew, up to a hundredth of drift.
+        let offset = self.rng.range(0, 40 * 3600) * SECOND;
+        let ppm = self.rng.range(0, 20_000) as i64;
+        let prompts = self.prof.kept_tokens / (TOKENS_MAX / 2);
+        let geometry: Vec<_> = pools
+            .iter()
+            .enumerate()
+            .map(|(n, layout)| {
+                let blocks = match layout.kind {
+                    KvKind::Rows { rows } => rows * prompts,
+                    _ => layout.blocks_for(self.prof.kept_tokens),
+                };
+                Arc::new(Geometry::new(n, layout, blocks))
+            })
+            .collect();
+        self.hosts.push(Host {
+            identity,
+            pools,
+            maps: geometry.iter().map(|g| g.map.clone()).collect(),
+            geometry,
+            inc: 0,
+            alive: true,
+            stopped_until: 0,
+            stood_ns: 0,
+            offset,
+            ppm: ppm - 10_000,
+            armed: u64::MAX,
+            timer: 0,
+        });
+    }
+
+    fn new_decode(&mut self, d: usize) -> DNode {
         let base = self.rng.next();
-        let mut config = DecodeConfig::new(self.prof.layout.clone(), pool.map.clone(), base);
+        let host = &self.hosts[d];
+        self.mems.push(Memory::new(&host.geometry));
+        let mut config = DecodeConfig::new(host.pools.clone(), host.maps.clone(), base);
         config.lanes_per_room = self.prof.lanes_per_room;
         config.part_bytes = self.prof.part_bytes;
         config.grant_lease_ms = self.prof.lease_ms;
@@ -386,13 +415,11 @@ impl World {
         m.forge = Some(Fence);
         let mut grants = Grants::default();
         grants.trust_the_lane = self.prof.mutant == Mutant::NoGrantCheck;
-        self.pools.push(pool);
         DNode {
             m,
-            pool: self.pools.len() - 1,
+            mem: self.mems.len() - 1,
             grants,
             open: BTreeMap::new(),
-            pulls: BTreeMap::new(),
             rooms: BTreeMap::new(),
             quarantine: BTreeMap::new(),
             lanes: BTreeMap::new(),
@@ -401,10 +428,11 @@ impl World {
         }
     }
 
-    fn new_prefill(&mut self) -> PNode {
-        let pool = Pool::new(&self.prof.layout, self.prof.blocks);
+    fn new_prefill(&mut self, node: usize) -> PNode {
         let seed = self.rng.next();
-        let mut config = PrefillConfig::new(self.prof.layout.clone(), self.prof.blocks, seed);
+        let host = &self.hosts[node];
+        self.mems.push(Memory::new(&host.geometry));
+        let mut config = PrefillConfig::new(host.pools.clone(), host.maps.clone(), seed);
         config.room_deadline_ms = self.prof.deadline_ms;
         config.quiet_ms = self.prof.fence_ms;
         config.part_timeout_ms = 400;
@@ -413,10 +441,9 @@ impl World {
             config.orphans_max = self.prof.orphans_max;
         }
         config.mutant = self.prof.mutant;
-        self.pools.push(pool);
         PNode {
             m: Prefill::new(config),
-            pool: self.pools.len() - 1,
+            mem: self.mems.len() - 1,
             rooms: BTreeMap::new(),
             plans: BTreeMap::new(),
             leases: BTreeMap::new(),
@@ -566,6 +593,7 @@ impl World {
             // Another was set since.
             Ev::Timer { .. } => {}
             Ev::Boot { node } => self.boot(node),
+            Ev::Thaw { node } => self.thaw(node),
             Ev::Fault(f) => self.fault(f),
             Ev::Spawn => self.spawn(),
             Ev::Open { sid } => self.session_opens(sid),
@@ -592,7 +620,6 @@ impl World {
             Ev::Redial { sid, lane } => self.redial(sid, lane),
             Ev::FenceDone { d, grant, how } => self.fence_done(d, grant, how),
             Ev::FenceFails { d, grant } => self.fence_fails(d, grant),
-            Ev::Pull { d, grant } => self.pull_step(d, grant),
             Ev::QuietCheck { p } => self.quiet_check(p),
             Ev::Job { job, act } => self.act(job, act),
             Ev::Lend { d, job, bad, tries } => self.decode_leg(d, job, bad, tries),
@@ -619,6 +646,22 @@ impl World {
             let p = node - self.d.len();
             self.p[p].m.handle_timeout(now);
             self.drain_prefill(p);
+        }
+    }
+
+    /// A process notices that it stood still, before it does anything else.
+    fn thaw(&mut self, node: usize) {
+        self.cov.hit(C::Thaw, 0);
+        let now = self.local(node);
+        let side = usize::from(node >= self.d.len());
+        for s in self.sessions.iter_mut().filter(|s| s.node(side) == node && s.open[side]) {
+            s.link[side].iter_mut().for_each(|l| l.stood_still(now));
+        }
+        if side == 0 {
+            self.d[node].m.stood_still(now);
+        } else {
+            let p = node - self.d.len();
+            self.p[p].m.stood_still(now);
         }
     }
 
@@ -680,7 +723,10 @@ impl World {
             let Some(&job) = self.by_room.get(&room) else { return };
             let node = match role {
                 0 => d,
-                1 => self.pnode(self.jobs[job].p),
+                1 => {
+                    let at = self.rng.range(0, self.jobs[job].ps.len() as u64 - 1) as usize;
+                    self.pnode(self.jobs[job].ps[at])
+                }
                 _ => self.rnode(self.jobs[job].router),
             };
             let at = self.now + self.rng.range(0, 400_000);
@@ -697,6 +743,9 @@ impl World {
                 let host = &mut self.hosts[node];
                 host.stopped_until = host.stopped_until.max(self.now + ns);
                 host.stood_ns += ns;
+                if self.rng.per_mille(500) {
+                    self.push(self.now + ns, Some(node), Ev::Thaw { node });
+                }
             }
             Fault::Cut { a, b, both, ns } => {
                 self.cov.hit(if both { C::Partition } else { C::OneWay }, 0);
@@ -736,12 +785,13 @@ impl World {
                 let job = &self.jobs[job];
                 let concerns = match role {
                     0 => d == node,
-                    1 => job.p == node - nd,
+                    1 => job.ps.contains(&(node - nd)),
                     _ => job.router == node - nd - np,
                 };
                 if concerns {
-                    let kind = r.sid.map_or(0, |s| self.sessions[s].kind());
-                    self.cov.crash(role, r.phase, kind);
+                    for kind in self.kinds(r.sids()) {
+                        self.cov.crash(role, r.phase, kind);
+                    }
                     any |= r.phase != 7;
                 }
             }
@@ -757,12 +807,11 @@ impl World {
             let gone: Vec<u64> = self
                 .calls
                 .iter()
-                .filter(|(_, c)| self.rnode(c.0) == node)
+                .filter(|(_, c)| self.rnode(self.jobs[c.1].router) == node)
                 .map(|(&id, _)| id)
                 .collect();
             for call in gone {
-                if let Some((_, job, _)) = self.calls.remove(&call) {
-                    let d = self.jobs[job].d;
+                if let Some((d, ..)) = self.calls.remove(&call) {
                     let at = self.after(0, 50);
                     self.push(at, Some(d), Ev::CallGone { d, call });
                 }
@@ -782,10 +831,10 @@ impl World {
         host.armed = u64::MAX;
         host.stood_ns = 0;
         if node < self.d.len() {
-            self.d[node] = self.new_decode();
+            self.d[node] = self.new_decode(node);
         } else {
             let p = node - self.d.len();
-            self.p[p] = self.new_prefill();
+            self.p[p] = self.new_prefill(node);
         }
     }
 
@@ -826,18 +875,21 @@ impl World {
     fn check_end(&mut self) {
         for d in 0..self.d.len() {
             let node = &self.d[d];
-            let pool = &self.pools[node.pool];
-            let withheld: usize = node.quarantine.values().map(Vec::len).sum();
             let load = node.m.load();
             let mut bad = Vec::new();
-            if pool.free() + withheld != pool.blocks.len() || pool.withheld() != withheld {
-                bad.push(format!("blocks {:?}, withheld {withheld}", pool.blocks));
+            let mut withheld = 0;
+            for (n, pool) in self.mems[node.mem].0.iter().enumerate() {
+                let here: usize = node.quarantine.values().map(|ids| ids[n].len()).sum();
+                withheld += here;
+                if pool.free() + here != pool.blocks.len() || pool.withheld() != here {
+                    bad.push(format!("pool {n}: blocks {:?}, withheld {here}", pool.blocks));
+                }
+                if let Some(word) = pool.broken_canary() {
+                    bad.push(format!("pool {n}: canary of word {word} is gone"));
+                }
             }
             if load.quarantined_blocks as usize != withheld {
                 bad.push(format!("load {load:?}, withheld {withheld}"));
-            }
-            if let Some(page) = pool.broken_canary() {
-                bad.push(format!("canary of page {page} is gone"));
             }
             if node.open.len() != node.quarantine.len() || node.grants.len() > node.open.len() {
                 bad.push(format!(
@@ -869,14 +921,16 @@ impl World {
         }
         for p in 0..self.p.len() {
             let node = &self.p[p];
-            let pool = &self.pools[node.pool];
             let mut bad = Vec::new();
             // The toy engine always becomes quiet in the end, so nothing stays withheld.
-            if pool.free() != pool.blocks.len() || node.m.load().quarantined_blocks > 0 {
-                bad.push(format!("blocks {:?}", pool.blocks));
-            }
-            if let Some(page) = pool.broken_canary() {
-                bad.push(format!("canary of page {page} is gone"));
+            let withheld = node.m.load().quarantined_blocks;
+            for (n, pool) in self.mems[node.mem].0.iter().enumerate() {
+                if pool.free() != pool.blocks.len() || withheld > 0 {
+                    bad.push(format!("pool {n}: blocks {:?}, withheld {withheld}", pool.blocks));
+                }
+                if let Some(word) = pool.broken_canary() {
+                    bad.push(format!("pool {n}: canary of word {word} is gone"));
+                }
             }
             for (room, r) in &node.rooms {
                 if r.attached && r.ended.is_none() {
@@ -888,4 +942,14 @@ impl World {
             }
         }
     }
+}
+
+/// The ranks of each instance, where all stand in a row.
+fn ranges(instances: &[Ranks]) -> Vec<Range<usize>> {
+    let mut next = 0;
+    let each = instances.iter().map(|ranks| {
+        next += ranks.len();
+        next - ranks.len()..next
+    });
+    each.collect()
 }

@@ -109,7 +109,7 @@ fn average(samples: &[Duration]) -> Option<f64> {
     (!samples.is_empty()).then(|| samples.iter().map(us).sum::<f64>() / samples.len() as f64)
 }
 /// The sample below which a share of `q` lies; with few samples, p99 is the largest.
-fn quantile(samples: &[Duration], q: f64) -> Option<f64> {
+pub(crate) fn quantile(samples: &[Duration], q: f64) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable();
     let last = sorted.len().checked_sub(1)?;

@@ -12,7 +12,7 @@ use kvlane_proto::limits::PART_BYTES;
 use kvlane_proto::{Error, ErrorKind, GrantId, PoolMap, Result};
 use kvlane_transport::memory::Region;
 use kvlane_transport::random::random;
-use kvlane_transport::sys::copy::CopyPair;
+use kvlane_transport::sys::memcpy::CopyPair;
 
 use super::Config;
 use super::figures::{MEMCPY, RAW_RTT, RAW_TCP, Row, Samples, gbytes_per_s};

@@ -3,11 +3,12 @@
 //!
 //! Owns: [`Config`], the order of a measurement ([`run`]). Parts: [`engines`] (by name), [`pages`]
 //! (what is moved), [`sender`] and [`receiver`] (the two processes; [`talk`] is what they say),
-//! [`raw`] (the raw TCP loop), [`peers`] (other transfer engines), [`figures`] (table and JSON). In:
-//! sizes. Out: rows. Invariants: whatever is compared is measured in turns, repetition by
+//! [`raw`] (the raw TCP loop), [`peers`] (other transfer engines), [`figures`] (table and JSON). The
+//! control plane by itself is [`control`]'s. In: sizes. Out: rows. Invariants: whatever is compared is measured in turns, repetition by
 //! repetition, so that what else the machine does hits all alike; the bytes of the first and the
 //! last repetition are compared with what was sent; every wait has a deadline.
 
+pub(crate) mod control;
 mod engines;
 mod figures;
 mod link;

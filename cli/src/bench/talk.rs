@@ -6,7 +6,7 @@
 //! because its standard input is closed then.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::engines::Setup;
 use super::pages::{Draw, Pattern, Size};
 use super::wait::{SLICE, Stop, Wait};
+use crate::cluster;
 
 /// Longest line.
 pub(crate) const LINE_BYTES_MAX: u64 = 1 << 20;
@@ -161,13 +162,7 @@ impl Process {
         if e.kind() == ErrorKind::Aborted || self.ended().is_none() { e } else { self.lost() }
     }
     fn lost(&mut self) -> Error {
-        let how = self.ended().map_or("closed its output".into(), |status| {
-            match (status.signal(), status.code()) {
-                (Some(signal), _) => format!("killed by signal {signal}"),
-                (None, Some(code)) => format!("exit code {code}"),
-                (None, None) => status.to_string(),
-            }
-        });
+        let how = self.ended().map_or("closed its output".into(), cluster::how);
         Error::new(ErrorKind::PeerLost, format!("the {} has ended before its work", self.name))
             .with("found", how)
             .hint("look above for what it said, and in the kernel's log for want of memory")

@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvlane_proto::{Error, ErrorKind, Result, limits};
 
 use super::{INTERRUPTED, Interrupt};
+use crate::bench::control::{self, What};
 use crate::bench::{self, Config, Setup, Size, Stop};
 
 /// Most page sizes in one go.
@@ -73,12 +74,40 @@ pub(crate) struct Args {
     /// Repetitions that count, after one that warms up
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     runs: u32,
+    /// Instead: rooms that move no page, between processes over QUIC
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "2000", group = CONTROL,
+          conflicts_with_all = ENGINE, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    rooms: Option<u32>,
+    /// With --rooms: rooms in flight together
+    #[arg(long, value_name = "K", default_value_t = 32, requires = "rooms",
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    in_flight: u32,
+    /// Instead: resident memory of idle sessions at the bootstrap service
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1000", group = CONTROL,
+          conflicts_with_all = ENGINE, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    connections: Option<u32>,
+    /// Instead: what processes cost that have nothing to do, over so many seconds
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "10", group = CONTROL,
+          conflicts_with_all = ENGINE, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    rest: Option<u32>,
     /// One JSON object as the last line, and no table
     #[arg(long)]
     json: bool,
 }
 
+/// Measurements of the control plane: one at a time.
+const CONTROL: &str = "control";
+/// Flags of an engine's measurement.
+const ENGINE: [&str; 9] = [
+    "engine", "page_bytes", "pages", "rails", "checksum", "latency", "ceiling", "peers", "runs",
+];
+
 impl Args {
+    fn control(&self) -> Option<What> {
+        let rooms = self.rooms.map(|rooms| What::Rooms { rooms, in_flight: self.in_flight });
+        let connections = self.connections.map(|count| What::Connections { count });
+        rooms.or(connections).or(self.rest.map(|seconds| What::Rest { seconds }))
+    }
     fn config(self) -> Result<Config> {
         if self.page_bytes.len() > SIZES_MAX {
             return Err(Error::new(ErrorKind::LimitExceeded, "too many page sizes in one go")
@@ -100,6 +129,14 @@ impl Args {
 }
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
+    if let Some(what) = args.control() {
+        let mut interrupt = Interrupt::listen()?;
+        if control::run(what, args.json, &mut interrupt).await? {
+            return Ok(ExitCode::SUCCESS);
+        }
+        eprintln!("interrupted");
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
     let config = args.config()?;
     config.check()?;
     let mut interrupt = Interrupt::listen()?;

@@ -25,6 +25,15 @@ pub(crate) enum Side {
     Decode,
 }
 
+impl From<Side> for Role {
+    fn from(side: Side) -> Self {
+        match side {
+            Side::Prefill => Self::Prefill,
+            Side::Decode => Self::Decode,
+        }
+    }
+}
+
 /// Which data plane.
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 pub(crate) enum EngineName {
@@ -146,10 +155,7 @@ fn faults(args: &Args) -> Result<()> {
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     faults(&args)?;
-    let role = match args.role {
-        Side::Prefill => Role::Prefill,
-        Side::Decode => Role::Decode,
-    };
+    let role = Role::from(args.role);
     let (security, identity) = args.security.identity(role, &args.name, args.rank)?;
     let layouts = models::pools(&args.model, args.page_tokens, (identity.rank, args.tp))?;
     let block_bytes = layouts.iter().map(|l| l.block_bytes()).sum::<u64>();

@@ -1,10 +1,12 @@
 //! Load: which models, which requests, which bytes.
 //!
 //! Pure code without sockets or threads. [`models`] gives the geometry of well-known models,
-//! [`trace`] gives requests (read from a file or generated), [`content`] gives the bytes of every
-//! page of every request and says what a wrong page looks like.
+//! [`instance`] that of all ranks of an instance, as a file describes it, [`trace`] gives requests
+//! (read from a file or generated), [`content`] gives the bytes of every page of every request and
+//! says what a wrong page looks like.
 
 pub(crate) mod content;
+pub(crate) mod instance;
 pub(crate) mod models;
 pub(crate) mod trace;
 

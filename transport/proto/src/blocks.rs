@@ -54,7 +54,7 @@ impl BlockList {
                 }
             }
             // A run is 12 bytes, an id 4.
-            if runs.len() * 3 >= ids.len() {
+            if (runs.len() + 1) * 3 > ids.len() {
                 return Self::Ids(ids.to_vec());
             }
             runs.push(Run { first: id, count: 1, stride: 1 });

@@ -17,4 +17,14 @@ pub enum Mutant {
     PartsCounted,
     /// A page is sent before it is final.
     NotFinal,
+    /// A room is done though one of its sources has not sent all.
+    SourceMissing,
+    /// What arrives counts by the part's number, whichever source it is from.
+    LinksMixed,
+    /// Source blocks come back when one of their takers is quiet.
+    TakerForgotten,
+    /// A fence is of one link of its grant. The simulator's engine has it.
+    FenceFirstLink,
+    /// The serve word is not read again after a copy. The simulator's engine has it.
+    ServeWordNotRead,
 }

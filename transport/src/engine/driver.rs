@@ -2,8 +2,9 @@
 //!
 //! Owns: the engine, on a thread of its own. In: commands through a bounded queue
 //! ([`EngineHandle::send`]). Out: batches of events through a callback. Invariants: after the last
-//! progress it spins for at most [`SPIN`], giving way to other threads, and then sleeps until a
-//! descriptor, a deadline or a command wakes it; a panic of the engine ends the thread, not the
+//! progress it spins for at most [`SPIN`] or [`SPIN_LONG`], giving way to other threads, and then
+//! sleeps until a descriptor, a deadline or a command wakes it; a wake-up that brings nothing is
+//! followed by the next sleep; a panic of the engine ends the thread, not the
 //! process, is reported through the callback, and shows in [`EngineHandle::ended`].
 
 use std::os::fd::RawFd;
@@ -26,6 +27,9 @@ use crate::sys::wait::{EventFd, PollSet};
 /// How long an idle engine spins before it sleeps. Without giving way in between, a waiter on two
 /// cores costs its peer milliseconds (`docs/performance.md`).
 pub const SPIN: Duration = Duration::from_micros(50);
+/// How long it spins if it slept for less than this before: where work comes so often, each sleep
+/// costs somebody more than the spinning does.
+pub const SPIN_LONG: Duration = Duration::from_micros(500);
 /// Commands that may wait.
 pub const QUEUE_COMMANDS: usize = 4096;
 /// Commands taken before the engine is polled again.
@@ -249,21 +253,24 @@ impl Driver {
     fn turn_until_stopped(&mut self) {
         let (mut polls, mut interests) = (PollSet::default(), Vec::new());
         let mut events = Vec::new();
-        let mut last = Instant::now();
+        let (mut last, mut spin) = (Instant::now(), SPIN);
+        let mut ordered = false;
         while !self.shared.stop.load(Ordering::Acquire) {
-            let Some(ordered) = self.take_orders() else { return };
+            let Some(taken) = self.take_orders() else { return };
+            ordered |= taken;
             let moved = self.engine.poll(now(), &mut events);
             if !events.is_empty() {
                 (self.on_events)(std::mem::take(&mut events));
             }
             if moved || ordered {
-                last = Instant::now();
-            } else if last.elapsed() < SPIN {
+                (last, ordered) = (Instant::now(), false);
+            } else if last.elapsed() < spin {
                 std::thread::yield_now();
-                (0..4).for_each(|_| std::hint::spin_loop());
             } else {
-                let Some(()) = self.sleep(&mut polls, &mut interests) else { return };
-                last = Instant::now();
+                let began = Instant::now();
+                let Some(taken) = self.sleep(&mut polls, &mut interests) else { return };
+                spin = if began.elapsed() < SPIN_LONG { SPIN_LONG } else { SPIN };
+                ordered = taken;
             }
         }
     }
@@ -305,7 +312,8 @@ impl Driver {
         if add { self.engine.register(region) } else { self.engine.unregister(region) }
     }
 
-    fn sleep(&mut self, polls: &mut PollSet, interests: &mut Vec<Interest>) -> Option<()> {
+    /// Sleeps; says whether it carried out an order, `None` as [`Driver::take_orders`].
+    fn sleep(&mut self, polls: &mut PollSet, interests: &mut Vec<Interest>) -> Option<bool> {
         interests.clear();
         let until = self.engine.park(interests);
         let wake: RawFd = self.shared.wake.fd();
@@ -322,12 +330,15 @@ impl Driver {
             polls.wait(timeout);
         }
         self.shared.sleeping.store(false, Ordering::Relaxed);
-        self.shared.wake.drain();
+        // A signal that comes after the look at `wake` makes the next sleep short.
+        if polls.ready(0) {
+            self.shared.wake.drain();
+        }
         match look {
             Ok(order) => self.carry_out(order),
-            Err(TryRecvError::Empty) => {}
+            Err(TryRecvError::Empty) => return Some(false),
             Err(TryRecvError::Disconnected) => return None,
         }
-        Some(())
+        Some(true)
     }
 }

@@ -71,23 +71,19 @@ impl Registry {
     /// As [`Registry::resolve`]; `into` is empty then.
     pub fn resolve_part(&self, part: &PartPages, into: &mut Pages) -> Result<()> {
         into.clear();
-        let (mut hint, device) = (None::<&Arc<Region>>, part.device());
-        for page in part.iter() {
+        let device = part.device();
+        let mut pages = part.iter();
+        let mut next = pages.next();
+        while let Some(page) = next {
             let bytes = u64::from(page.bytes);
-            let region = match hint.filter(|r| r.contains(device, page.address, bytes)) {
-                Some(region) => region,
-                None => match self.resolve(device, page.address, bytes) {
-                    Ok(region) => hint.insert(region),
-                    Err(e) => {
-                        into.clear();
-                        return Err(e);
-                    }
-                },
-            };
-            if into.push(region.memory(), page.address, bytes).is_err() {
-                into.clear();
-                return Err(self.unknown(device, page.address, bytes));
-            }
+            let found = self.resolve(device, page.address, bytes).and_then(|region| {
+                let unknown = |_| self.unknown(device, page.address, bytes);
+                into.push(region.memory(), page.address, bytes).map_err(unknown)?;
+                Ok(region.memory())
+            });
+            let memory = found.inspect_err(|_| into.clear())?;
+            // Up to the first page that lies elsewhere.
+            next = pages.find(|p| into.push(memory, p.address, p.bytes.into()).is_err());
         }
         Ok(())
     }

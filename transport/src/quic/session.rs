@@ -81,10 +81,12 @@ struct Queued {
 }
 
 async fn write(connection: Connection, mut send: SendStream, mut frames: mpsc::Receiver<Queued>) {
+    let closed = connection.closed();
+    tokio::pin!(closed);
     loop {
         let frame = tokio::select! {
             frame = frames.recv() => frame,
-            _ = connection.closed() => return,
+            _ = &mut closed => return,
         };
         let Some(frame) = frame else { break };
         match timeout(Duration::from_millis(WRITE_MS), send.write_all(&frame.bytes)).await {

@@ -8,9 +8,11 @@
 #![allow(unsafe_code)] // mmap, volatile copies and scatter I/O on raw addresses.
 
 use std::io;
-use std::mem::MaybeUninit;
+use std::mem::offset_of;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+
+use super::crc;
 
 /// Most entries of one scatter call (`UIO_MAXIOV`).
 const IOV_MAX: usize = 1024;
@@ -180,7 +182,7 @@ impl Memory {
     pub fn crc32c(&self, offset: u64, bytes: u64) -> io::Result<u32> {
         let from = self.at(offset, bytes)?;
         // SAFETY: `at` proved that `bytes` bytes at `from` lie in this live memory.
-        Ok(unsafe { crc_of(0, from, bytes) })
+        Ok(unsafe { crc::append(0, from, bytes, from) })
     }
 }
 
@@ -198,7 +200,7 @@ impl Drop for Memory {
 ///
 /// # Safety
 /// `into.len()` bytes at `from` lie in a live [`Memory`], so that no reference to them exists.
-unsafe fn load(from: u64, into: &mut [u8]) {
+pub(super) unsafe fn load(from: u64, into: &mut [u8]) {
     let mut from = from as *const u8;
     let head = from.align_offset(8).min(into.len());
     let (head, rest) = into.split_at_mut(head);
@@ -221,38 +223,40 @@ unsafe fn load(from: u64, into: &mut [u8]) {
     }
 }
 
-/// CRC32C of what lies at an address, going on from `crc`.
-///
-/// # Safety
-/// As [`load`], for `bytes` bytes at `address`.
-unsafe fn crc_of(mut crc: u32, address: u64, bytes: u64) -> u32 {
-    let mut chunk = [0u8; 4096];
-    let mut done = 0;
-    while done < bytes {
-        let n = (bytes - done).min(chunk.len() as u64);
-        // SAFETY: the caller's promise; `done + n` is at most `bytes`.
-        unsafe { load(address + done, &mut chunk[..n as usize]) };
-        crc = crc32c::crc32c_append(crc, &chunk[..n as usize]);
-        done += n;
-    }
-    crc
-}
-
+/// An entry of a scatter call, as the kernel reads it.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 struct Extent {
     address: u64,
     bytes: u64,
 }
 
+const _: () = assert!(
+    size_of::<Extent>() == size_of::<libc::iovec>()
+        && align_of::<Extent>() == align_of::<libc::iovec>()
+        && offset_of!(Extent, address) == offset_of!(libc::iovec, iov_base)
+        && offset_of!(Extent, bytes) == offset_of!(libc::iovec, iov_len)
+);
+
+impl Extent {
+    const NONE: Self = Self { address: 0, bytes: 0 };
+}
+
 /// Pages in wire order with a cursor: what is still to be moved.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Pages {
+    /// Entries for the kernel, made once: what a call moved is cut off the front. The one before
+    /// `next` is never a page to be moved; a head stands there during a call.
     extents: Vec<Extent>,
     memory: Vec<Arc<Memory>>,
     next: usize,
-    /// Bytes of `extents[next]` that are done.
-    within: u64,
     left: u64,
+}
+
+impl Default for Pages {
+    fn default() -> Self {
+        Self { extents: vec![Extent::NONE], memory: Vec::new(), next: 1, left: 0 }
+    }
 }
 
 impl Pages {
@@ -268,9 +272,12 @@ impl Pages {
         if !same {
             self.memory.push(memory.clone());
         }
+        let open = self.left > 0;
         self.left += bytes;
         match self.extents.last_mut() {
-            Some(last) if same && last.address + last.bytes == address => last.bytes += bytes,
+            Some(last) if same && open && last.address + last.bytes == address => {
+                last.bytes += bytes;
+            }
             _ if bytes == 0 => {}
             _ => self.extents.push(Extent { address, bytes }),
         }
@@ -278,9 +285,9 @@ impl Pages {
     }
     /// Empties the list and keeps its buffer.
     pub fn clear(&mut self) {
-        self.extents.clear();
+        self.extents.truncate(1);
         self.memory.clear();
-        (self.next, self.within, self.left) = (0, 0, 0);
+        (self.next, self.left) = (1, 0);
     }
     /// Whether a page was in `memory`.
     pub fn uses(&self, memory: &Arc<Memory>) -> bool {
@@ -294,35 +301,68 @@ impl Pages {
     pub fn advance(&mut self, bytes: u64) {
         let mut bytes = bytes.min(self.left);
         self.left -= bytes;
-        while let Some(extent) = self.extents.get(self.next) {
-            let rest = extent.bytes - self.within;
-            if bytes < rest {
-                self.within += bytes;
+        while let Some(extent) = self.extents.get_mut(self.next) {
+            if bytes < extent.bytes {
+                extent.address += bytes;
+                extent.bytes -= bytes;
                 return;
             }
-            bytes -= rest;
+            bytes -= extent.bytes;
             self.next += 1;
-            self.within = 0;
         }
     }
-    /// What is left, piece by piece, up to `bytes` bytes.
-    fn window(&self, bytes: u64) -> impl Iterator<Item = Extent> + '_ {
-        let mut skip = self.within;
-        let mut room = bytes;
-        self.extents[self.next.min(self.extents.len())..].iter().map_while(move |e| {
-            let piece = Extent { address: e.address + skip, bytes: (e.bytes - skip).min(room) };
-            skip = 0;
-            room -= piece.bytes;
-            (piece.bytes > 0).then_some(piece)
-        })
+    /// Where the entries for the next `bytes` bytes end, at most `most` of them, and how much of the
+    /// last is too much.
+    fn window(&self, bytes: u64, most: usize) -> (usize, u64) {
+        if self.left <= bytes && self.extents.len() - self.next <= most {
+            return (self.extents.len(), 0);
+        }
+        let (mut end, mut room, mut over) = (self.next, bytes, 0);
+        for extent in self.extents[self.next..].iter().take(most) {
+            if room == 0 {
+                break;
+            }
+            over = extent.bytes.saturating_sub(room);
+            room -= extent.bytes - over;
+            end += 1;
+        }
+        (end, over)
     }
     /// CRC32C of the next `bytes` bytes, going on from `crc` (0 to begin).
     pub fn crc32c(&self, crc: u32, bytes: u64) -> u32 {
-        self.window(bytes).fold(crc, |crc, piece| {
+        let (end, over) = self.window(bytes, usize::MAX);
+        (self.next..end).fold(crc, |crc, i| {
+            let extent = self.extents[i];
+            let bytes = extent.bytes - if i + 1 == end { over } else { 0 };
+            let next = self.extents.get(i + 1).unwrap_or(&extent).address;
             // SAFETY: every extent lies in memory that `self.memory` keeps alive (checked by
-            // `push`), and a window's pieces lie in their extents.
-            unsafe { crc_of(crc, piece.address, piece.bytes) }
+            // `push`; `advance` only takes away).
+            unsafe { crc::append(crc, extent.address, bytes, next) }
         })
+    }
+    /// Lets `call` have the entries for at most `bytes` bytes, behind `head` if there is one and,
+    /// when all of the rest fits, before `tail`.
+    fn with_entries(
+        &mut self,
+        head: Extent,
+        bytes: u64,
+        tail: Extent,
+        call: impl FnOnce(*const libc::iovec, usize) -> isize,
+    ) -> io::Result<u64> {
+        let (end, over) = self.window(bytes, IOV_MAX - 2);
+        let (from, mut to) = (self.next - usize::from(head.bytes > 0), end);
+        self.extents[self.next - 1] = head;
+        self.extents[end - 1].bytes -= over;
+        if over == 0 && end == self.extents.len() && tail.bytes > 0 {
+            self.extents.push(tail);
+            to += 1;
+        }
+        let n = call(self.extents[from..to].as_ptr().cast(), to - from);
+        // Before anything else can set it.
+        let result = u64::try_from(n).map_err(|_| io::Error::last_os_error());
+        self.extents.truncate(self.extents.len() - (to - end));
+        self.extents[end - 1].bytes += over;
+        result
     }
     /// One `readv` of at most `bytes` bytes straight into the pages and, when all of
     /// the rest fits, on into `then`. The cursor stays: see [`Pages::advance`]. Returns 0 at the
@@ -330,75 +370,35 @@ impl Pages {
     ///
     /// # Errors
     /// What the kernel said.
-    pub fn read_from(&self, fd: BorrowedFd<'_>, bytes: u64, then: &mut [u8]) -> io::Result<u64> {
-        let mut iov = Iov::new();
-        let whole = iov.pages(self, bytes, 1);
-        if whole {
-            iov.push(then.as_mut_ptr() as u64, then.len());
-        }
+    pub fn read_from(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        bytes: u64,
+        then: &mut [u8],
+    ) -> io::Result<u64> {
+        let tail = Extent { address: then.as_mut_ptr() as u64, bytes: then.len() as u64 };
         // SAFETY: every entry lies in memory that `self.memory` keeps alive (checked by `push`) or
         // in `then`, which is borrowed for the call. The kernel writes through raw addresses;
         // there is no reference to the pages.
-        let n = unsafe { libc::readv(fd.as_raw_fd(), iov.as_ptr(), iov.len()) };
-        count(n)
+        self.with_entries(Extent::NONE, bytes, tail, |entries, n| unsafe {
+            libc::readv(fd.as_raw_fd(), entries, n as libc::c_int)
+        })
     }
     /// One `writev` of `head` and at most `bytes` bytes of the pages. The cursor stays. Blocks if the
     /// descriptor does.
     ///
     /// # Errors
     /// What the kernel said.
-    pub fn write_to(&self, fd: BorrowedFd<'_>, head: &[u8], bytes: u64) -> io::Result<u64> {
-        let mut iov = Iov::new();
-        iov.push(head.as_ptr() as u64, head.len());
-        iov.pages(self, bytes, 0);
+    pub fn write_to(&mut self, fd: BorrowedFd<'_>, head: &[u8], bytes: u64) -> io::Result<u64> {
+        let head = Extent { address: head.as_ptr() as u64, bytes: head.len() as u64 };
         // SAFETY: as in `read_from`; the kernel only reads. sendmsg instead of writev, because only
         // it can be told not to raise SIGPIPE.
-        let n = unsafe {
+        self.with_entries(head, bytes, Extent::NONE, |entries, n| unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
-            message.msg_iov = iov.as_ptr().cast_mut();
-            message.msg_iovlen = iov.len() as usize;
+            message.msg_iov = entries.cast_mut();
+            message.msg_iovlen = n;
             libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
-        };
-        count(n)
-    }
-}
-
-fn count(n: isize) -> io::Result<u64> {
-    u64::try_from(n).map_err(|_| io::Error::last_os_error())
-}
-
-/// Entries of one scatter call, on the stack.
-struct Iov {
-    entries: [MaybeUninit<libc::iovec>; IOV_MAX],
-    len: usize,
-}
-
-impl Iov {
-    fn new() -> Self {
-        Self { entries: [MaybeUninit::uninit(); IOV_MAX], len: 0 }
-    }
-    fn push(&mut self, address: u64, bytes: usize) {
-        if bytes > 0
-            && let Some(entry) = self.entries.get_mut(self.len)
-        {
-            entry.write(libc::iovec { iov_base: address as *mut libc::c_void, iov_len: bytes });
-            self.len += 1;
-        }
-    }
-    /// Adds pages and keeps `spare` entries free; says whether all that is left fitted.
-    fn pages(&mut self, pages: &Pages, bytes: u64, spare: usize) -> bool {
-        let mut taken = 0;
-        for piece in pages.window(bytes).take(IOV_MAX - self.len - spare) {
-            self.push(piece.address, piece.bytes as usize);
-            taken += piece.bytes;
-        }
-        taken == pages.left
-    }
-    fn as_ptr(&self) -> *const libc::iovec {
-        self.entries.as_ptr().cast()
-    }
-    fn len(&self) -> libc::c_int {
-        self.len as libc::c_int
+        })
     }
 }
 
@@ -462,7 +462,7 @@ mod tests {
         for (offset, bytes) in [(5000u64, 7u64), (100, 1), (101, 62), (9000, 0), (7, 3)] {
             pages.push(&m, m.address() + offset, bytes).unwrap();
         }
-        assert_eq!((pages.left(), pages.extents.len()), (73, 3));
+        assert_eq!((pages.left(), pages.extents.len()), (73, 1 + 3));
         assert!(pages.push(&m, m.address() + (1 << 16) - 1, 2).is_err());
         let (mut a, b) = UnixStream::pair().unwrap();
         let sent: Vec<u8> = (1..=80).collect();

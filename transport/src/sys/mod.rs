@@ -6,8 +6,9 @@
 //! [`mem::Memory`] or in a Rust slice borrowed for the call.
 
 pub mod clock;
-pub mod copy;
+mod crc;
 pub mod mem;
+pub mod memcpy;
 pub mod net;
 pub mod wait;
 

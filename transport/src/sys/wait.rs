@@ -41,6 +41,14 @@ impl EventFd {
     }
 }
 
+/// Whether a read would find something, or an end. Some calls cost much more than this one when
+/// they find nothing.
+pub fn readable(fd: RawFd) -> bool {
+    let mut one = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one live pollfd, exclusively borrowed for the call.
+    unsafe { libc::poll(&mut one, 1, 0) > 0 }
+}
+
 /// Descriptors to wait for; keeps its buffer.
 #[derive(Debug, Default)]
 pub struct PollSet(Vec<libc::pollfd>);
@@ -56,10 +64,14 @@ impl PollSet {
         self.0.push(libc::pollfd { fd, events, revents: 0 });
     }
     /// Waits until a descriptor is ready, a signal comes or `timeout` (rounded up to a
-    /// millisecond) has passed. Who is ready is not told: non-blocking calls find out.
+    /// millisecond) has passed.
     pub fn wait(&mut self, timeout: Duration) {
         let ms = timeout.as_nanos().div_ceil(1_000_000).min(60_000) as libc::c_int;
         // SAFETY: the vector's own buffer and length.
         unsafe { libc::poll(self.0.as_mut_ptr(), self.0.len() as libc::nfds_t, ms) };
+    }
+    /// Whether the latest wait found the `index`th descriptor ready.
+    pub fn ready(&self, index: usize) -> bool {
+        self.0.get(index).is_some_and(|p| p.revents != 0)
     }
 }

@@ -257,8 +257,8 @@ impl PoolGrid {
         let cell = self.cells.start + column * self.cells_per_part;
         Rect {
             pool,
-            layers: layer..(layer + self.layers_per_part).min(self.layers),
-            cells: cell..(cell + self.cells_per_part).min(self.cells.end),
+            layers: layer..layer + self.layers_per_part.min(self.layers - layer),
+            cells: cell..cell + self.cells_per_part.min(self.cells.end - cell),
         }
     }
 }

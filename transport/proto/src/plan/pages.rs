@@ -7,7 +7,7 @@ use crate::blocks::BlockList;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::PartId;
 use crate::layout::{Device, Layout, PoolMap};
-use crate::plan::share::Face;
+use crate::plan::share::{Face, Pattern, Steps};
 use crate::plan::{Grid, PoolShare, Share, Side, Span};
 
 /// One side's blocks of one pool, by their place in the prompt.
@@ -242,124 +242,7 @@ impl PartPages {
     /// Where they are, neighbours merged.
     pub fn iter(&self) -> Pages<'_> {
         let face = self.share.face(self.side);
-        Pages { face, walk: Walk::new(self, face), piece: 0, base: 0, next: None }
-    }
-}
-
-/// Walks over the cells of a part on one side.
-#[derive(Clone, Debug)]
-struct Walk<'a> {
-    map: &'a PoolMap,
-    ids: &'a [u32],
-    first_block: u32,
-    per_page: u32,
-    stride: u64,
-    slab: u32,
-    slab_end: u32,
-    cells: Range<u32>,
-    cell: u32,
-    /// Place of `cell` among its page's cells, and its block's index in `ids`.
-    inside: u32,
-    index: u32,
-}
-
-impl<'a> Walk<'a> {
-    fn new(part: &'a PartPages, face: &Face) -> Self {
-        let slabs = part.share.slabs();
-        let first = face.first_layer;
-        let mut walk = Self {
-            map: &part.blocks.map,
-            ids: &part.blocks.ids,
-            first_block: part.blocks.first,
-            per_page: face.cells_per_page,
-            stride: u64::from(face.cell_stride_bytes),
-            slab: (first + part.layers.start) * slabs,
-            slab_end: if part.cells.is_empty() { 0 } else { (first + part.layers.end) * slabs },
-            cells: part.cells.clone(),
-            cell: 0,
-            inside: 0,
-            index: 0,
-        };
-        walk.rewind();
-        walk
-    }
-    fn rewind(&mut self) {
-        self.cell = self.cells.start;
-        self.inside = self.cells.start % self.per_page;
-        self.index = (self.cells.start / self.per_page).wrapping_sub(self.first_block);
-    }
-    /// Address of the next cell.
-    #[inline]
-    fn next(&mut self) -> Option<u64> {
-        if self.cell == self.cells.end {
-            self.slab += 1;
-            self.rewind();
-        }
-        if self.slab >= self.slab_end {
-            return None;
-        }
-        let id = *self.ids.get(self.index as usize)?;
-        let base = *self.map.slab_address.get(self.slab as usize)?;
-        let address = base
-            + u64::from(id) * self.map.block_stride_bytes
-            + u64::from(self.inside) * self.stride;
-        self.cell += 1;
-        self.inside += 1;
-        if self.inside == self.per_page {
-            (self.inside, self.index) = (0, self.index + 1);
-        }
-        Some(address)
-    }
-}
-
-/// Iterator of [`PartPages::iter`].
-#[derive(Clone, Debug)]
-pub struct Pages<'a> {
-    face: &'a Face,
-    walk: Walk<'a>,
-    /// The piece of the cell at `base` that comes next; 0 when a new cell is due.
-    piece: usize,
-    base: u64,
-    /// What may still grow.
-    next: Option<Page>,
-}
-
-impl Pages<'_> {
-    #[inline]
-    fn raw(&mut self) -> Option<Page> {
-        if self.piece == 0 {
-            self.base = self.walk.next()?;
-        }
-        let piece = self.face.pieces.get(self.piece)?;
-        self.piece += 1;
-        if self.piece == self.face.pieces.len() {
-            self.piece = 0;
-        }
-        Some(Page { address: self.base + u64::from(piece.offset), bytes: piece.bytes })
-    }
-}
-
-impl Iterator for Pages<'_> {
-    type Item = Page;
-
-    #[inline]
-    fn next(&mut self) -> Option<Page> {
-        let mut page = match self.next.take() {
-            Some(page) => page,
-            None => self.raw()?,
-        };
-        while let Some(more) = self.raw() {
-            match page.bytes.checked_add(more.bytes) {
-                Some(bytes) if page.address + u64::from(page.bytes) == more.address => {
-                    page.bytes = bytes;
-                }
-                _ => {
-                    self.next = Some(more);
-                    break;
-                }
-            }
-        }
-        Some(page)
+        Pages(Stretches::new(&face.pattern, [Walk::new(self, face)], self))
     }
 }
 
@@ -371,71 +254,248 @@ pub fn writes<'a>(source: &'a PartPages, destination: &'a PartPages) -> Writes<'
         && source.share == destination.share
         && source.layers == destination.layers
         && source.cells == destination.cells;
-    let mut from = Walk::new(source, &source.share.source);
+    let share = &source.share;
+    let walks = [Walk::new(source, &share.source), Walk::new(destination, &share.destination)];
+    let mut stretches = Stretches::new(&share.both, walks, source);
     if !same {
-        from.slab_end = 0;
+        stretches.grown = Stretch::NONE;
     }
-    Writes {
-        share: &source.share,
-        from,
-        to: Walk::new(destination, &source.share.destination),
-        piece: 0,
-        base: (0, 0),
-        next: None,
+    Writes(stretches)
+}
+
+/// Iterator of [`PartPages::iter`].
+#[derive(Clone, Debug)]
+pub struct Pages<'a>(Stretches<'a, 1>);
+
+impl Iterator for Pages<'_> {
+    type Item = Page;
+
+    #[inline]
+    fn next(&mut self) -> Option<Page> {
+        self.0.next().map(Page::from)
+    }
+    #[inline]
+    fn fold<A, F: FnMut(A, Page) -> A>(self, init: A, mut f: F) -> A {
+        self.0.fold(init, |all, stretch| f(all, stretch.into()))
     }
 }
 
 /// Iterator of [`writes`].
 #[derive(Clone, Debug)]
-pub struct Writes<'a> {
-    share: &'a PoolShare,
-    from: Walk<'a>,
-    to: Walk<'a>,
-    piece: usize,
-    base: (u64, u64),
-    next: Option<Write>,
-}
-
-impl Writes<'_> {
-    #[inline]
-    fn raw(&mut self) -> Option<Write> {
-        if self.piece == 0 {
-            self.base = (self.from.next()?, self.to.next()?);
-        }
-        let joint = self.share.joints.get(self.piece)?;
-        self.piece += 1;
-        if self.piece == self.share.joints.len() {
-            self.piece = 0;
-        }
-        Some(Write {
-            source: self.base.0 + u64::from(joint.source),
-            destination: self.base.1 + u64::from(joint.destination),
-            bytes: joint.bytes,
-        })
-    }
-}
+pub struct Writes<'a>(Stretches<'a, 2>);
 
 impl Iterator for Writes<'_> {
     type Item = Write;
 
     #[inline]
     fn next(&mut self) -> Option<Write> {
-        let mut write = match self.next.take() {
-            Some(write) => write,
-            None => self.raw()?,
+        self.0.next().map(Write::from)
+    }
+    #[inline]
+    fn fold<A, F: FnMut(A, Write) -> A>(self, init: A, mut f: F) -> A {
+        self.0.fold(init, |all, stretch| f(all, stretch.into()))
+    }
+}
+
+/// Bytes that lie together on each of `N` sides; none marks the end.
+#[derive(Clone, Copy, Debug)]
+struct Stretch<const N: usize> {
+    address: [u64; N],
+    bytes: u32,
+}
+
+impl<const N: usize> Stretch<N> {
+    const NONE: Self = Self { address: [0; N], bytes: 0 };
+
+    /// Takes `more` in if it begins where this ends, on every side.
+    #[inline]
+    fn grow(&mut self, more: &Self) -> bool {
+        let length = u64::from(self.bytes);
+        let adjacent = (0..N).all(|n| self.address[n] + length == more.address[n]);
+        match self.bytes.checked_add(more.bytes) {
+            Some(bytes) if adjacent && more.bytes > 0 => {
+                self.bytes = bytes;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+impl From<Stretch<1>> for Page {
+    #[inline]
+    fn from(Stretch { address: [address], bytes }: Stretch<1>) -> Self {
+        Self { address, bytes }
+    }
+}
+
+impl From<Stretch<2>> for Write {
+    #[inline]
+    fn from(Stretch { address: [source, destination], bytes }: Stretch<2>) -> Self {
+        Self { source, destination, bytes }
+    }
+}
+
+/// Where the cells of a part are on one side.
+#[derive(Clone, Debug)]
+struct Walk<'a> {
+    /// Slabs of the part's layers.
+    slabs: std::slice::Iter<'a, u64>,
+    /// Blocks of the part's cells.
+    ids: &'a [u32],
+    block_stride_bytes: u64,
+    cell_stride_bytes: u64,
+    per_page: u32,
+    /// Place of the part's first cell in its page, and of the next one in its.
+    first: u32,
+    inside: u32,
+    /// The next cell's block, and its slab's start.
+    index: usize,
+    slab: u64,
+}
+
+impl<'a> Walk<'a> {
+    fn new(part: &'a PartPages, face: &Face) -> Self {
+        let slabs = part.share.slabs();
+        let slab = |layer: u32| ((face.first_layer + layer) * slabs) as usize;
+        let Blocks { map, first, ids } = &part.blocks;
+        let range = slab(part.layers.start)..slab(part.layers.end);
+        let skip = (part.cells.start / face.cells_per_page).saturating_sub(*first) as usize;
+        Self {
+            slabs: map.slab_address.get(range).unwrap_or_default().iter(),
+            ids: ids.get(skip..).unwrap_or_default(),
+            block_stride_bytes: map.block_stride_bytes,
+            cell_stride_bytes: u64::from(face.cell_stride_bytes),
+            per_page: face.cells_per_page,
+            first: part.cells.start % face.cells_per_page,
+            inside: 0,
+            index: 0,
+            slab: 0,
+        }
+    }
+    /// Goes to the first cell of the next slab.
+    #[inline]
+    fn next_slab(&mut self) -> Option<()> {
+        self.slab = *self.slabs.next()?;
+        (self.inside, self.index) = (self.first, 0);
+        Some(())
+    }
+    #[inline]
+    fn next_cell(&mut self) -> Option<u64> {
+        let id = *self.ids.get(self.index)?;
+        let address = self.slab
+            + u64::from(id) * self.block_stride_bytes
+            + u64::from(self.inside) * self.cell_stride_bytes;
+        self.inside += 1;
+        if self.inside == self.per_page {
+            (self.inside, self.index) = (0, self.index + 1);
+        }
+        Some(address)
+    }
+}
+
+/// The bytes of a part on `N` sides in step, in wire order, neighbours merged.
+#[derive(Clone, Debug)]
+struct Stretches<'a, const N: usize> {
+    pattern: &'a Pattern<N>,
+    walks: [Walk<'a>; N],
+    cells: u32,
+    /// Cells of the slab, and steps of the cell, that are still to come.
+    cells_left: u32,
+    outer_left: u32,
+    inner_left: u32,
+    /// Where the last outer step began, and the next piece begins.
+    row: [u64; N],
+    piece: [u64; N],
+    /// What comes next, unless it can still grow.
+    grown: Stretch<N>,
+}
+
+impl<'a, const N: usize> Stretches<'a, N> {
+    fn new(pattern: &'a Pattern<N>, walks: [Walk<'a>; N], part: &PartPages) -> Self {
+        let mut new = Self {
+            pattern,
+            walks,
+            cells: part.cells.end.saturating_sub(part.cells.start),
+            cells_left: 0,
+            outer_left: 0,
+            inner_left: 0,
+            row: [0; N],
+            piece: [0; N],
+            grown: Stretch::NONE,
         };
-        while let Some(more) = self.raw() {
-            let length = u64::from(write.bytes);
-            let adjacent = write.source + length == more.source
-                && write.destination + length == more.destination;
-            match write.bytes.checked_add(more.bytes) {
-                Some(bytes) if adjacent => write.bytes = bytes,
-                _ => {
-                    self.next = Some(more);
-                    break;
-                }
+        new.grown = new.piece().unwrap_or(Stretch::NONE);
+        new
+    }
+    #[inline]
+    fn cell(&mut self) -> Option<[u64; N]> {
+        if self.cells_left == 0 {
+            for walk in &mut self.walks {
+                walk.next_slab()?;
+            }
+            self.cells_left = self.cells;
+        }
+        self.cells_left = self.cells_left.checked_sub(1)?;
+        let mut cell = [0; N];
+        let sides = self.walks.iter_mut().zip(&self.pattern.offset);
+        for (at, (walk, &offset)) in cell.iter_mut().zip(sides) {
+            *at = walk.next_cell()? + u64::from(offset);
+        }
+        Some(cell)
+    }
+    /// The next piece, unmerged.
+    #[inline]
+    fn piece(&mut self) -> Option<Stretch<N>> {
+        let Pattern { bytes, inner, outer, .. } = self.pattern;
+        if self.inner_left > 0 {
+            self.inner_left -= 1;
+            step(&mut self.piece, inner);
+        } else if self.outer_left > 0 {
+            self.outer_left -= 1;
+            step(&mut self.row, outer);
+            (self.piece, self.inner_left) = (self.row, inner.count - 1);
+        } else {
+            self.row = self.cell()?;
+            self.piece = self.row;
+            (self.outer_left, self.inner_left) =
+                (outer.count.checked_sub(1)?, inner.count.checked_sub(1)?);
+        }
+        Some(Stretch { address: self.piece, bytes: *bytes })
+    }
+    #[inline]
+    fn next(&mut self) -> Option<Stretch<N>> {
+        let mut stretch = self.grown;
+        if stretch.bytes == 0 {
+            return None;
+        }
+        loop {
+            let more = self.piece().unwrap_or(Stretch::NONE);
+            if !stretch.grow(&more) {
+                self.grown = more;
+                return Some(stretch);
             }
         }
-        Some(write)
+    }
+    /// As repeated [`Stretches::next`], with what grows kept out of memory.
+    #[inline]
+    fn fold<A>(mut self, init: A, mut f: impl FnMut(A, Stretch<N>) -> A) -> A {
+        let (mut all, mut stretch) = (init, self.grown);
+        if stretch.bytes == 0 {
+            return all;
+        }
+        while let Some(more) = self.piece() {
+            if !stretch.grow(&more) {
+                all = f(all, stretch);
+                stretch = more;
+            }
+        }
+        f(all, stretch)
+    }
+}
+
+#[inline]
+fn step<const N: usize>(at: &mut [u64; N], steps: &Steps<N>) {
+    for (at, &stride_bytes) in at.iter_mut().zip(&steps.stride_bytes) {
+        *at += u64::from(stride_bytes);
     }
 }

@@ -17,11 +17,42 @@ pub enum Side {
     Destination,
 }
 
-/// Bytes of a cell that lie together.
+/// The bytes of a cell on `N` sides at once: `outer` × `inner` pieces, each of which lies together on
+/// all of them. Offsets are from the cell's first byte on that side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
-    pub(super) offset: u32,
+pub(super) struct Pattern<const N: usize> {
+    pub(super) offset: [u32; N],
     pub(super) bytes: u32,
+    pub(super) inner: Steps<N>,
+    pub(super) outer: Steps<N>,
+}
+
+/// Equal steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Steps<const N: usize> {
+    pub(super) count: u32,
+    /// Distance of two neighbours on each side.
+    pub(super) stride_bytes: [u32; N],
+}
+
+impl<const N: usize> Pattern<N> {
+    /// The same bytes in the same order in as few pieces as can be.
+    fn merged(mut self) -> Self {
+        let one = Steps { count: 1, stride_bytes: [0; N] };
+        for _ in 0..2 {
+            if self.inner.count == 1 {
+                (self.inner, self.outer) = (self.outer, one);
+            }
+            if self.inner.stride_bytes == [self.bytes; N] {
+                self.bytes *= self.inner.count;
+                self.inner = one;
+            }
+        }
+        self
+    }
+    pub(super) fn pieces(&self) -> u32 {
+        self.outer.count * self.inner.count
+    }
 }
 
 /// How a cell lies in one side's pages.
@@ -34,15 +65,7 @@ pub(super) struct Face {
     /// Distance of two cells in a page.
     pub(super) cell_stride_bytes: u32,
     /// The cell's bytes in wire order, merged as far as this side allows.
-    pub(super) pieces: Vec<Piece>,
-}
-
-/// Bytes of a cell that lie together on both sides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Joint {
-    pub(super) source: u32,
-    pub(super) destination: u32,
-    pub(super) bytes: u32,
+    pub(super) pattern: Pattern<1>,
 }
 
 /// What one pool of the sender has for the receiver's.
@@ -56,24 +79,23 @@ pub struct PoolShare {
     rows: u32,
     pub(super) source: Face,
     pub(super) destination: Face,
-    pub(super) joints: Vec<Joint>,
+    /// The cell's bytes in wire order, merged as far as both sides allow.
+    pub(super) both: Pattern<2>,
 }
 
 /// What one rank has for another, pool by pool. Both ends compute the same one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Share {
     pools: Vec<Arc<PoolShare>>,
-    /// Tokens that a prefix must be a multiple of, and the pool that asks for it.
-    prefix_unit: u32,
 }
 
 impl Share {
     /// What the rank with `source` has for the one with `destination`: nothing, if it has none of
     /// its layers or heads, or if another rank with the same heads sends them.
     ///
-    /// Of ranks that have the same heads (MLA latents, or fewer heads than ranks), the one whose
-    /// number among them is the receiver's tensor parallel rank modulo their number sends, so that
-    /// receivers spread over senders.
+    /// Of ranks that have the same heads (MLA latents, or fewer heads than ranks), the one sends that
+    /// stands among its instance's where the receiver stands among its own. So receivers spread over
+    /// senders, and what all ranks have comes from one that has heads for the receiver anyway.
     ///
     /// # Errors
     /// [`ErrorKind::Incompatible`] with every field that differs and both values.
@@ -93,14 +115,21 @@ impl Share {
             ));
         }
         let pools = source.iter().zip(destination).map(|(s, d)| Arc::new(PoolShare::new(s, d)));
-        Ok(Self {
-            pools: pools.collect(),
-            prefix_unit: destination.iter().map(|d| d.page_tokens).max().unwrap_or(1),
-        })
+        Ok(Self { pools: pools.collect() })
     }
     /// Whether there is nothing to send, whatever the room.
     pub fn is_empty(&self) -> bool {
         self.pools.iter().all(|p| p.is_empty())
+    }
+    /// Writes of a room if no two cells lay side by side, so that none could be merged.
+    pub fn writes_unmerged(&self, span: &Span) -> u64 {
+        let of = |p: &Arc<PoolShare>| {
+            let cells = p.cells(span);
+            u64::from(p.layer_count() * p.slabs)
+                * u64::from(cells.end - cells.start)
+                * u64::from(p.both.pieces())
+        };
+        self.pools.iter().map(of).sum()
     }
     /// Pool by pool.
     pub fn pools(&self) -> &[Arc<PoolShare>] {
@@ -117,51 +146,38 @@ impl PoolShare {
         let layers = overlap(&layers_of(source), &layers_of(destination));
         let (s, d) = (source.heads(), destination.heads());
         let heads = overlap(&(s.first..s.end), &(d.first..d.end));
-        let sends = destination.at.tp.0 % s.copies == s.copy
+        // The sender's rank that stands where the receiver does among its own.
+        let beside = u64::from(destination.at.tp.0) * u64::from(source.at.tp.1)
+            / u64::from(destination.at.tp.1);
+        let sends = beside % u64::from(s.copies) == u64::from(s.copy)
             && destination.at.cp.0 == source.at.cp.0
             && !layers.is_empty()
             && !heads.is_empty();
         let (layers, heads) = if sends { (layers, heads) } else { (0..0, 0..0) };
         let cell_tokens = source.page_tokens.min(destination.page_tokens);
         let row = destination.row_bytes();
-        let lie = |l: &Layout| Lie {
-            head: heads.start.saturating_sub(l.heads().first),
-            heads: l.kv_heads,
-            tokens: l.page_tokens,
-            order: l.order,
-            row,
-        };
+        let lie = |l: &Layout| Lie::new(l, heads.start);
         let (from, to) = (lie(source), lie(destination));
-        // The receiver's order is the wire's.
         let count = heads.end - heads.start;
+        // The receiver's order is the wire's.
+        let steps =
+            |count, of: fn(&Lie) -> u32| Steps { count, stride_bytes: [of(&from), of(&to)] };
+        let tokens = steps(cell_tokens, |l| l.token_stride_bytes);
+        let heads = steps(count, |l| l.head_stride_bytes);
         let (outer, inner) = match destination.order {
-            Order::Nhd => (cell_tokens, count),
-            Order::Hnd => (count, cell_tokens),
+            Order::Nhd => (tokens, heads),
+            Order::Hnd => (heads, tokens),
         };
-        let mut joints: Vec<Joint> = Vec::new();
-        for a in 0..outer {
-            for b in 0..inner {
-                let (token, head) = match destination.order {
-                    Order::Nhd => (a, b),
-                    Order::Hnd => (b, a),
-                };
-                let (source, destination) = (from.offset(token, head), to.offset(token, head));
-                match joints.last_mut() {
-                    Some(j)
-                        if j.source + j.bytes == source
-                            && j.destination + j.bytes == destination =>
-                    {
-                        j.bytes += row;
-                    }
-                    _ => joints.push(Joint { source, destination, bytes: row }),
-                }
+        let rows = Pattern { offset: [from.offset, to.offset], bytes: row, inner, outer };
+        let face = |l: &Layout, lie: &Lie, side: usize| {
+            let of = |s: Steps<2>| Steps { count: s.count, stride_bytes: [s.stride_bytes[side]] };
+            let (inner, outer) = (of(rows.inner), of(rows.outer));
+            Face {
+                first_layer: layers.start.saturating_sub(l.first_layer),
+                cells_per_page: l.page_tokens / cell_tokens,
+                cell_stride_bytes: cell_tokens * lie.token_stride_bytes,
+                pattern: Pattern { offset: [lie.offset], bytes: row, inner, outer }.merged(),
             }
-        }
-        let face = |l: &Layout, lie: &Lie, offset: fn(&Joint) -> u32| Face {
-            first_layer: layers.start.saturating_sub(l.first_layer),
-            cells_per_page: l.page_tokens / cell_tokens,
-            cell_stride_bytes: cell_tokens * lie.token_stride(),
-            pieces: merged(joints.iter().map(|j| Piece { offset: offset(j), bytes: j.bytes })),
         };
         Self {
             slabs: destination.kind.slabs(),
@@ -172,10 +188,10 @@ impl PoolShare {
                 KvKind::Rows { rows } => rows,
                 _ => 0,
             },
-            source: face(source, &from, |j| j.source),
-            destination: face(destination, &to, |j| j.destination),
+            source: face(source, &from, 0),
+            destination: face(destination, &to, 1),
+            both: rows.merged(),
             layers,
-            joints,
         }
     }
     /// Whether there is nothing to send.
@@ -248,39 +264,22 @@ impl PoolShare {
 
 /// How rows lie in a page.
 struct Lie {
-    head: u32,
-    heads: u32,
-    tokens: u32,
-    order: Order,
-    row: u32,
+    /// Of the share's first head.
+    offset: u32,
+    token_stride_bytes: u32,
+    head_stride_bytes: u32,
 }
 
 impl Lie {
-    fn offset(&self, token: u32, head: u32) -> u32 {
-        let head = self.head + head;
-        self.row
-            * match self.order {
-                Order::Nhd => token * self.heads + head,
-                Order::Hnd => head * self.tokens + token,
-            }
+    fn new(l: &Layout, first_head: u32) -> Self {
+        let row = l.row_bytes();
+        let (token_stride_bytes, head_stride_bytes) = match l.order {
+            Order::Nhd => (l.kv_heads * row, row),
+            Order::Hnd => (row, l.page_tokens * row),
+        };
+        let offset = first_head.saturating_sub(l.heads().first) * head_stride_bytes;
+        Self { offset, token_stride_bytes, head_stride_bytes }
     }
-    fn token_stride(&self) -> u32 {
-        match self.order {
-            Order::Nhd => self.heads * self.row,
-            Order::Hnd => self.row,
-        }
-    }
-}
-
-fn merged(pieces: impl Iterator<Item = Piece>) -> Vec<Piece> {
-    let mut out: Vec<Piece> = Vec::new();
-    for p in pieces {
-        match out.last_mut() {
-            Some(last) if last.offset + last.bytes == p.offset => last.bytes += p.bytes,
-            _ => out.push(p),
-        }
-    }
-    out
 }
 
 fn layers_of(l: &Layout) -> Range<u32> {
@@ -310,6 +309,9 @@ pub fn sources<L: AsRef<[Layout]>>(destination: &[Layout], ranks: &[L]) -> Resul
     Ok(senders)
 }
 
+/// Layers × heads.
+type Field = (Range<u32>, Range<u32>);
+
 /// Proves that what these ranks send covers every layer and head of a destination exactly once.
 ///
 /// # Errors
@@ -327,8 +329,8 @@ pub fn prove_sources<L: AsRef<[Layout]>>(destination: &[Layout], sources: &[L]) 
         .collect::<Result<Vec<Share>>>()?;
     for (n, pool) in destination.iter().enumerate() {
         let heads = pool.heads();
-        // Rectangles of layers × heads, by what each source has.
-        let rects: Vec<(Range<u32>, Range<u32>)> = sources
+        // Layers × heads, by what each source has.
+        let rects: Vec<Field> = sources
             .iter()
             .zip(&shares)
             .filter_map(|(s, share)| {
@@ -338,7 +340,7 @@ pub fn prove_sources<L: AsRef<[Layout]>>(destination: &[Layout], sources: &[L]) 
             })
             .collect();
         // Between two neighbouring edges nothing changes, so one look at each field is enough.
-        let edges = |all: Range<u32>, of: &dyn Fn(&(Range<u32>, Range<u32>)) -> Range<u32>| {
+        let edges = |all: Range<u32>, of: fn(&Field) -> &Range<u32>| {
             let mut edges: Vec<u32> = rects.iter().flat_map(|r| [of(r).start, of(r).end]).collect();
             edges.extend([all.start, all.end]);
             edges.sort_unstable();
@@ -346,8 +348,8 @@ pub fn prove_sources<L: AsRef<[Layout]>>(destination: &[Layout], sources: &[L]) 
             edges.pop();
             edges
         };
-        for &layer in &edges(layers_of(pool), &|r| r.0.clone()) {
-            for &head in &edges(heads.first..heads.end, &|r| r.1.clone()) {
+        for &layer in &edges(layers_of(pool), |r| &r.0) {
+            for &head in &edges(heads.first..heads.end, |r| &r.1) {
                 let senders =
                     rects.iter().filter(|r| r.0.contains(&layer) && r.1.contains(&head)).count();
                 if senders != 1 {

@@ -455,7 +455,10 @@ impl<Q> Prefill<Q> {
             );
         };
         let Some(source) = leg.pools.get_mut(pool) else { return Err(bad("no such pool")) };
-        if chunk.tokens.is_empty() || chunk.tokens.end > leg.tokens {
+        // Rows are there though the prompt has no tokens.
+        let rows = matches!(layout.kind, KvKind::Rows { .. });
+        let empty = chunk.tokens.is_empty() && !(rows && leg.tokens == 0);
+        if empty || chunk.tokens.end > leg.tokens {
             return Err(
                 bad("chunk is empty or longer than the prompt").with("prompt_tokens", leg.tokens)
             );
@@ -494,7 +497,7 @@ impl<Q> Prefill<Q> {
                 .with("now", now)
         })?;
         for at in &mut source.done[layers] {
-            *at = chunk.tokens.end;
+            *at = chunk.tokens.end.max(u32::from(rows));
         }
         Ok(())
     }
@@ -505,7 +508,8 @@ impl<Q> Prefill<Q> {
         let each = self.config.pools.iter().zip(&leg.pools).enumerate();
         let short = each.into_iter().find_map(|(pool, (layout, source))| {
             let from = r.wanted_from(pool, layout);
-            let layer = source.done.iter().position(|&d| d.max(from) < leg.tokens)?;
+            let whole = leg.tokens.max(u32::from(matches!(layout.kind, KvKind::Rows { .. })));
+            let layer = source.done.iter().position(|&d| d.max(from) < whole)?;
             Some((pool, layer, source.done[layer]))
         });
         if let Some((pool, layer, done)) = short {
@@ -805,7 +809,8 @@ impl<Q> Prefill<Q> {
         let is_final = |layer: u32, end: u32| {
             let done = source.done.get((first_layer + layer) as usize).copied().unwrap_or(0);
             let done = if early && done > 0 { leg.tokens } else { done };
-            pool.final_cells(done, leg.tokens) >= end
+            // Rows are declared, and so final, also for a prompt without tokens.
+            pool.final_cells(done, leg.tokens.max(1)) >= end
         };
         for part in t.grid.touching(fresh) {
             let Some(state) = t.parts.get_mut(part.0 as usize) else { continue };
@@ -1067,9 +1072,12 @@ impl<Q> Prefill<Q> {
     /// Releases the source of a room when nobody reads it or will, and ends it when every taker is
     /// over.
     fn settle(&mut self, room: RoomId) {
+        let one = self.broken(Mutant::TakerForgotten);
         let Some(r) = self.rooms.get_mut(&room) else { return };
         let all_came = r.all_came();
-        let quiet = r.claimed().all(|(_, t)| t.phase == Phase::Quiet);
+        let is_quiet = |t: &Taker| t.phase == Phase::Quiet;
+        let quiet =
+            r.claimed().all(|(_, t)| is_quiet(t)) || one && r.claimed().any(|(_, t)| is_quiet(t));
         let takers = r.claimed().count();
         if let Some(leg) = &mut r.leg
             && (all_came || leg.ending.is_some())

@@ -477,3 +477,68 @@ fn nobody_fetches_a_room_twice_or_uninvited() {
         "{told}"
     );
 }
+
+/// Two rows beside the pages, one head of one layer each.
+fn rows_layout() -> Layout {
+    let kind = crate::layout::KvKind::Rows { rows: 2 };
+    Layout { layers: 2, page_tokens: 1, kind, ..small_layout() }
+}
+
+#[test]
+fn rows_of_a_prompt_without_tokens_are_sent_when_they_are_declared() {
+    let pools: Arc<[Layout]> = [small_layout(), rows_layout()].into();
+    let map = |l: &Layout| Arc::new(PoolMap::contiguous(Device::Host, 0, l, 8));
+    let maps = pools.iter().map(map).collect();
+    let mut m = Prefill::<()>::new(PrefillConfig::new(pools.clone(), maps, 1));
+    let identity = Identity::new("c", Role::Decode, "d", 0).unwrap();
+    let peer = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
+    let share = Arc::new(Share::between(&pools, &pools).unwrap());
+    let (path, part_bytes) = (DataPath::ReceiverCopies, 1);
+    m.handle_event(at(0), Event::LinkUp { link: LINK, peer, path, part_bytes, share });
+    let (room, takers, deadline_ms) = (ROOM, Takers::Any(1), 60_000);
+    let leg = Event::Attach { room, tokens: 0, takers, issuer: None, deadline_ms };
+    m.handle_event(at(0), leg);
+    let offer = Offer {
+        room: ROOM,
+        grant: GRANT,
+        issuer: None,
+        span: Span { tokens: 0, prefix_tokens: 0 },
+        blocks: vec![BlockList::EMPTY, BlockList::from_ids(&[1, 2])],
+        lanes: vec![(LANE, 1)],
+        credit_parts: 8,
+        lease_ms: 1_000,
+    };
+    let msg = PeerMsg::Offer(Box::new(offer));
+    m.handle_event(at(1), Event::Peer { link: LINK, msg, echo_sent: at(1) });
+    let out = outputs(&mut m);
+    assert!(out.iter().any(|o| matches!(o, Output::Granted { parts: 4, .. })), "{out:?}");
+    let abort = |o: &Output<()>| matches!(o, Output::Send { msg: PeerMsg::Abort { .. }, .. });
+    assert!(posts(&out) == 0 && !out.iter().any(abort), "nothing is declared: {out:?}");
+    for layer in 0..2 {
+        let (tokens, layers) = (0..0, layer..layer + 1);
+        let blocks = BlockList::from_ids(&[3, 4]);
+        m.handle_event(at(2), Event::Chunk(Chunk { room: ROOM, pool: 1, tokens, layers, blocks }));
+        let out = outputs(&mut m);
+        assert_eq!(posts(&out), 2, "the rows of layer {layer}: {out:?}");
+    }
+    m.handle_event(at(3), Event::Finish { room: ROOM });
+    assert!(!outputs(&mut m).iter().any(abort));
+}
+
+#[test]
+fn a_prompt_without_tokens_is_not_finished_before_its_rows() {
+    let pools: Arc<[Layout]> = [small_layout(), rows_layout()].into();
+    let map = |l: &Layout| Arc::new(PoolMap::contiguous(Device::Host, 0, l, 8));
+    let maps = pools.iter().map(map).collect();
+    let mut m = Prefill::<()>::new(PrefillConfig::new(pools, maps, 1));
+    let (room, takers, deadline_ms) = (ROOM, Takers::Any(1), 60_000);
+    let leg = Event::Attach { room, tokens: 0, takers, issuer: None, deadline_ms };
+    m.handle_event(at(0), leg);
+    m.handle_event(at(1), Event::Finish { room: ROOM });
+    let out = outputs(&mut m);
+    let failed = out.iter().find_map(|o| match o {
+        Output::Ended { outcome: Outcome::Failed { why, .. }, .. } => Some(why.kind),
+        _ => None,
+    });
+    assert_eq!(failed, Some(ErrorKind::Incomplete), "{out:?}");
+}

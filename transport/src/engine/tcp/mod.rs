@@ -37,6 +37,7 @@ use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
 use crate::random::{fill_random, random};
 use crate::sys::net;
+use crate::sys::wait::readable;
 
 /// Connections that have not said who they are; the oldest makes way for the next.
 const STRANGERS_MAX: usize = 128;
@@ -47,8 +48,9 @@ const ACCEPT_PAUSE_MS: u64 = 100;
 /// Where refused bytes go, a piece at a time.
 const SCRAP_BYTES: usize = 64 << 10;
 
-/// Turns without progress after which a lane is looked at only every so many turns, or after a
-/// sleep: with many links, most lanes are idle and each look is a system call.
+/// Turns without progress after which a lane is quiet. Quiet lanes take turns in being looked at,
+/// one of them a turn or, where there are many, each at least every so many turns: each look is a
+/// system call. After a sleep all are looked at.
 const QUIET_TURNS: u32 = 32;
 
 /// Settings of the engine.
@@ -122,6 +124,8 @@ pub struct TcpEngine {
     jitter: Jitter,
     scrap: Vec<u8>,
     turns: u32,
+    /// Quiet lanes that it receives on, as of the turn before.
+    quiet: u32,
     /// It slept, so anything may have become ready.
     slept: bool,
     /// Events of commands, until the next poll.
@@ -182,6 +186,7 @@ impl TcpEngine {
             jitter: Jitter::new(random()),
             scrap: vec![0; SCRAP_BYTES],
             turns: 0,
+            quiet: 0,
             slept: true,
             outbox: Vec::new(),
         })
@@ -283,6 +288,10 @@ impl TcpEngine {
             return false;
         }
         self.accept_from = Time(0);
+        // accept(2) makes a socket before it finds that nobody waits: ten times what this costs.
+        if !readable(self.listener.as_raw_fd()) {
+            return false;
+        }
         for _ in 0..ACCEPTS_PER_TURN {
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
@@ -366,16 +375,20 @@ impl TcpEngine {
     }
 
     fn lanes(&mut self, now: Time, all: bool, events: &mut Vec<EngineEvent>) -> bool {
-        let Self { config, registry, pens, links, jitter, scrap, .. } = self;
-        let mut moved = false;
+        let Self { config, registry, pens, links, jitter, scrap, turns, quiet, .. } = self;
+        let (mut moved, shares) = (false, (*quiet).clamp(1, QUIET_TURNS));
+        *quiet = 0;
         for (&id, link) in links {
             match &mut link.side {
                 Side::Receiver { lanes, .. } => {
                     for slot in lanes {
-                        let Some(lane) = slot.as_mut().filter(|l| all || l.quiet < QUIET_TURNS)
-                        else {
-                            continue;
-                        };
+                        let Some(lane) = slot else { continue };
+                        if lane.quiet >= QUIET_TURNS {
+                            *quiet += 1;
+                            if !all && turns.wrapping_add(*quiet) % shares != 0 {
+                                continue;
+                            }
+                        }
                         let mut turn = receiver::Turn {
                             pens,
                             registry,
@@ -395,8 +408,8 @@ impl TcpEngine {
                 }
                 Side::Sender { lanes } => {
                     for lane in lanes {
-                        moved |= lane
-                            .poll(&mut sender::Turn::new(now, config, registry, jitter, events));
+                        let mut turn = sender::Turn::new(now, config, registry, jitter, events);
+                        moved |= lane.poll(&mut turn, all);
                     }
                 }
             }
@@ -523,11 +536,12 @@ impl Engine for TcpEngine {
         events.append(&mut self.outbox);
         self.turns = self.turns.wrapping_add(1);
         let all = std::mem::take(&mut self.slept) || self.turns.is_multiple_of(QUIET_TURNS);
+        // First what may be waited for.
+        moved |= self.lanes(now, all, events);
         if all {
             moved |= self.accept(now, events);
             moved |= self.greet(now, events);
         }
-        moved |= self.lanes(now, all, events);
         moved |= self.quiesce(now, events);
         moved
     }

@@ -45,6 +45,23 @@ enum Fate {
     Scrap { left: u64, status: Status, why: Option<Refusal> },
 }
 
+/// What a receive came to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Got {
+    /// No byte.
+    Nothing,
+    /// All that there was.
+    All,
+    /// Bytes, and there may be more.
+    More,
+}
+
+impl Got {
+    fn more_if(more: bool, otherwise: Self) -> Self {
+        if more { Self::More } else { otherwise }
+    }
+}
+
 /// One lane, connected and authenticated.
 pub(super) struct Inbound {
     link: LinkId,
@@ -94,8 +111,12 @@ impl Inbound {
                 break;
             }
             match self.step(turn) {
-                Ok(true) => moved = true,
-                Ok(false) => break,
+                Ok(got) => {
+                    moved |= got != Got::Nothing;
+                    if got != Got::More {
+                        break;
+                    }
+                }
                 Err(why) => {
                     over = Some(why);
                     break;
@@ -117,15 +138,16 @@ impl Inbound {
         over.map_or(Ok(moved), Err)
     }
 
-    /// One receive; says whether there may be more.
-    fn step(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+    /// One receive.
+    fn step(&mut self, turn: &mut Turn<'_>) -> Result<Got, Refusal> {
         let Some(frame) = self.frame.take() else {
             match sort((&self.stream).read(&mut self.header[self.have..]))? {
-                Io::Later => return Ok(false),
+                Io::Later => return Ok(Got::Nothing),
                 Io::Some(n) => self.have += n,
             }
+            let more = self.have == HEADER_BYTES;
             self.begin_if_whole(turn)?;
-            return Ok(true);
+            return Ok(Got::more_if(more, Got::All));
         };
         match frame.fate {
             Fate::Land { target, crc } => self.land(turn, frame.header, target, crc),
@@ -136,7 +158,7 @@ impl Inbound {
                     Io::Some(n) => n as u64,
                 };
                 self.scrap(turn, frame.header, left - n, status, why);
-                Ok(n > 0)
+                Ok(Got::more_if(n > 0, Got::Nothing))
             }
         }
     }
@@ -148,18 +170,18 @@ impl Inbound {
         header: Header,
         target: Arc<Target>,
         mut crc: u32,
-    ) -> Result<bool, Refusal> {
+    ) -> Result<Got, Refusal> {
         let left = self.pages.left();
         let Some(held) = target.hold() else {
             let why = Error::new(ErrorKind::NotFound, "the grant was fenced while a part came in");
             self.refuse(turn, header, left, Status::NoGrant, why);
-            return Ok(true);
+            return Ok(Got::More);
         };
         if target.has(header.part) {
             // Over another lane, while this copy came in.
             drop(held);
             self.repeated(turn, header, left);
-            return Ok(true);
+            return Ok(Got::More);
         }
         // The next header often stands right behind; then it comes with the same call.
         let got = self.pages.read_from(self.stream.as_fd(), CALL_BYTES, &mut self.header);
@@ -175,7 +197,7 @@ impl Inbound {
         self.pages.advance(landed);
         if landed < left {
             self.frame = Some(Frame { header, fate: Fate::Land { target, crc } });
-            return Ok(n > 0);
+            return Ok(Got::more_if(n > 0, Got::Nothing));
         }
         self.have = (n - landed) as usize;
         self.pages.clear();
@@ -188,8 +210,10 @@ impl Inbound {
             metrics::counter!("kvlane_tcp_received_bytes_total").increment(header.bytes.into());
             self.arrived(turn, &header, &target);
         }
+        // There was room for a whole header, so less is all there is; the ack need not wait.
+        let more = self.have == HEADER_BYTES;
         self.begin_if_whole(turn)?;
-        Ok(true)
+        Ok(Got::more_if(more, Got::All))
     }
 
     /// Once a header is whole: decides what becomes of its frame.

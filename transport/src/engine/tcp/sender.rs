@@ -88,8 +88,6 @@ pub(super) struct Outbound {
     acks: [u8; ACK_BYTES * 16],
     /// Bytes of `acks` that have come.
     have: usize,
-    /// Turns since something moved or was posted.
-    pub(super) quiet: u32,
 }
 
 impl Outbound {
@@ -106,7 +104,6 @@ impl Outbound {
             unacked: VecDeque::new(),
             acks: [0; ACK_BYTES * 16],
             have: 0,
-            quiet: 0,
         }
     }
 
@@ -128,7 +125,6 @@ impl Outbound {
             .hint("post when a part has been acknowledged"));
         }
         self.queue.push_back(post.clone());
-        self.quiet = 0;
         Ok(())
     }
     /// Forgets parts of a grant that have not begun; says whether one is half written.
@@ -195,17 +191,16 @@ impl Outbound {
             }
         }
     }
-    /// One turn; says whether anything moved.
-    pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
-        let moved = self.step(turn).unwrap_or_else(|why| {
+    /// One turn; says whether anything moved. Unless told to `look`, a lane that waits for nothing
+    /// makes no system call.
+    pub(super) fn poll(&mut self, turn: &mut Turn<'_>, look: bool) -> bool {
+        self.step(turn, look).unwrap_or_else(|why| {
             self.down(turn, why);
             true
-        });
-        self.quiet = if moved { 0 } else { self.quiet.saturating_add(1) };
-        moved
+        })
     }
 
-    fn step(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+    fn step(&mut self, turn: &mut Turn<'_>, look: bool) -> Result<bool, Refusal> {
         let address = self.address();
         let late = |what: &str| {
             Err(Error::new(ErrorKind::DeadlineExceeded, what)
@@ -274,7 +269,7 @@ impl Outbound {
                 Ok(true)
             }
             Phase::Up { .. } => {
-                let mut moved = self.read_acks(turn)?;
+                let mut moved = (look || !self.unacked.is_empty()) && self.read_acks(turn)?;
                 for _ in 0..CALLS_PER_TURN {
                     if !self.write(turn)? {
                         break;
