@@ -201,7 +201,7 @@ impl ClusterView {
         decodes.rotate_left(turn % turned);
         decodes.sort_by_cached_key(|d| d.cost(recent));
         // Instances of one shape have the same choice.
-        let mut best_for: HashMap<u32, Option<(&Arc<Instance>, &Arc<Routes>)>> = HashMap::new();
+        let mut best_for: HashMap<u32, Option<_>> = HashMap::new();
         for d in decodes {
             if let Some((kind, why)) = d.refusal() {
                 out.refuse(*kind, why.clone());

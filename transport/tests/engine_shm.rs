@@ -95,6 +95,23 @@ fn what_was_posted_before_a_fence_never_lands_after_it() {
     assert_eq!((dst.touched(), arrivals(&p.from_rx)), (0, 0));
 }
 
+/// The order to open a grant waits while a turn that began before it goes on.
+#[test]
+fn a_part_that_comes_a_turn_before_its_grant_is_not_refused() {
+    let l = layout(4096, 1, KvKind::Mla);
+    let (src, dst) = (Pool::new(&l, 4), Pool::new(&l, 4));
+    src.fill(1);
+    let mut p = pair(1, &src.region, &dst.region);
+    p.post(7, 0, 0, &src.plan(&[1], 4096));
+    while p.poll_tx() {}
+    p.poll_rx();
+    assert_eq!(p.rx.park(&mut Vec::new()).map(|t| t.0), Some(0), "it may not sleep now");
+    p.open(7, 1, &dst.plan(&[2], 4096));
+    p.until("ack", |p| p.acked() + p.nacked().len() > 0);
+    assert_eq!((p.acked(), arrivals(&p.from_rx)), (1, 1));
+    assert_eq!(dst.read(dst.region.address() + 2 * 4096, 1), [1]);
+}
+
 #[test]
 fn a_revoke_needs_neither_the_engines_thread_nor_the_sender() {
     let l = layout(1 << 20, 1, KvKind::Mla);

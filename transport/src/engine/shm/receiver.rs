@@ -118,6 +118,9 @@ pub(super) struct Inbound {
     waiting: Vec<Done>,
     shared: Option<(ReceiverRing, ReadWords)>,
     pools: Pools,
+    /// A part whose grant was not open: it is looked for once more in the next turn. Its grant was
+    /// opened before it was offered, but the order may have come after this turn began.
+    again: Option<Part>,
     /// The part that is being copied.
     frame: Option<Frame>,
     /// Extents of the latest slot that have not been gathered, last first.
@@ -146,6 +149,7 @@ impl Inbound {
             waiting: Vec::new(),
             shared: None,
             pools: Pools::default(),
+            again: None,
             frame: None,
             rest: Vec::new(),
             pages: Pages::default(),
@@ -173,7 +177,8 @@ impl Inbound {
             (Stage::Up, Some((ring, _))) => {
                 ring.sleep();
                 // A part that is half gathered goes on with the next slot only.
-                let some = ring.has_slot().unwrap_or(true) || !self.rest.is_empty();
+                let left = self.again.is_some() || !self.rest.is_empty();
+                let some = left || ring.has_slot().unwrap_or(true);
                 some.then_some(Time(0))
             }
             (Stage::Up, None) => None,
@@ -380,9 +385,13 @@ impl Inbound {
 
     /// Takes the first slot of the next part, and decides what becomes of it.
     fn begin(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
-        let Some(slot) = self.slot()? else { return Ok(false) };
-        let Some(head) = Part::decode(&slot) else {
-            return Err(nonsense("the lane lost its framing", &slot));
+        let again = self.again.take();
+        let head = match again {
+            Some(head) => head,
+            None => {
+                let Some(slot) = self.slot()? else { return Ok(false) };
+                Part::decode(&slot).ok_or_else(|| nonsense("the lane lost its framing", &slot))?
+            }
         };
         self.rest.clear();
         self.rest.extend(head.first);
@@ -391,6 +400,10 @@ impl Inbound {
                 Fate::Scrap { status: Status::Landed, why: None }
             }
             Ok(target) => Fate::Land { target, crc: 0 },
+            Err((Status::NoGrant, _)) if again.is_none() => {
+                self.again = Some(head);
+                return Ok(false);
+            }
             Err((status, why)) => Fate::Scrap { status, why: Some(why.to_refusal()) },
         };
         let extents = head.extents.saturating_sub(1);
