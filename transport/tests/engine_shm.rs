@@ -25,7 +25,7 @@ use kvlane_transport::engine::shm::wire::{
     Ack, Blob, Door, Extent, MESSAGE_BYTES, Message, Part, SLOT_BODY, ServeWord, Status, Turned,
     encode_more,
 };
-use kvlane_transport::engine::shm::{POOLS_MAX, ShmConfig, ShmEngine};
+use kvlane_transport::engine::shm::{REGIONS_MAX, ShmConfig, ShmEngine};
 use kvlane_transport::engine::{
     Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource, Post,
 };
@@ -863,7 +863,7 @@ fn descriptors_that_are_not_what_they_should_be_are_turned_away() {
     }
     let socket = r.welcomed(0);
     socket.send(&Message::Share.encode(), good).unwrap();
-    for id in 0..=POOLS_MAX as u32 {
+    for id in 0..=REGIONS_MAX as u32 {
         socket.send(&Message::Pool { id, address: 0, bytes: 8192 }.encode(), &[of_pool]).unwrap();
     }
     assert_eq!(hear(&socket), Some(Message::Refuse(Turned::Pools)));
@@ -1027,14 +1027,14 @@ fn a_directory_serves_as_well_and_is_kept_clean() {
 #[test]
 fn more_pools_than_receivers_take_are_refused() {
     let mut e = engine(false);
-    let regions: Vec<_> = (0..=POOLS_MAX).map(|_| Region::memfd(4096).unwrap()).collect();
-    regions[..POOLS_MAX].iter().for_each(|r| e.register(r).unwrap());
-    let refused = e.register(&regions[POOLS_MAX]).unwrap_err();
+    let regions: Vec<_> = (0..=REGIONS_MAX).map(|_| Region::memfd(4096).unwrap()).collect();
+    regions[..REGIONS_MAX].iter().for_each(|r| e.register(r).unwrap());
+    let refused = e.register(&regions[REGIONS_MAX]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::LimitExceeded);
     // A refusal changes nothing.
-    assert_eq!(e.unregister(&regions[POOLS_MAX]).unwrap_err().kind(), ErrorKind::Memory);
+    assert_eq!(e.unregister(&regions[REGIONS_MAX]).unwrap_err().kind(), ErrorKind::Memory);
     e.unregister(&regions[0]).unwrap();
-    e.register(&regions[POOLS_MAX]).unwrap();
+    e.register(&regions[REGIONS_MAX]).unwrap();
     assert_eq!(regions[0].device(), Device::Host);
 }
 

@@ -149,7 +149,8 @@ pub struct RevokeHandle(pub(super) Arc<Pens>);
 
 impl RevokeHandle {
     /// Makes sure that nothing lands under `grant` any more. Blocks while a receive is under way:
-    /// microseconds, or as long as the kernel keeps the engine's thread off the CPU inside it.
+    /// microseconds, or as long as the kernel keeps the engine's thread off the CPU inside it; with
+    /// `shm` and memory that the sender's serving engine allocated, as long as its pager takes.
     pub fn revoke(&self, grant: GrantId) -> FenceProof {
         self.0.fence(grant, FenceHow::Revoke)
     }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::room::{Leg, PartState, Past, Phase, Room, Source, Taker, TakerLane};
+use super::room::{Declared, Leg, PartState, Past, Phase, Room, Taker, TakerLane};
 use super::{Chunk, Event, Output, PrefillConfig, Takers};
 use crate::ended::Memory;
 use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
@@ -52,6 +52,8 @@ pub struct Prefill<Q> {
     config: PrefillConfig,
     rooms: BTreeMap<RoomId, Room<Q>>,
     by_grant: HashMap<(LinkId, GrantId), RoomId>,
+    /// Rooms with a taker.
+    offered: usize,
     links: HashMap<LinkId, Link>,
     timers: BTreeSet<(Time, RoomId)>,
     /// Rooms that ended before their leg came, which hears of it once; by decode, so that none can
@@ -76,6 +78,7 @@ impl<Q> Prefill<Q> {
             config,
             rooms: BTreeMap::new(),
             by_grant: HashMap::new(),
+            offered: 0,
             links: HashMap::new(),
             timers: BTreeSet::new(),
             early: Memory::new(limits::WORKERS_MAX),
@@ -110,9 +113,12 @@ impl<Q> Prefill<Q> {
     pub fn load(&self) -> Load {
         Load {
             rooms: self.rooms.len() as u32,
-            queued: self.rooms.values().filter(|r| r.takers.is_empty()).count() as u32,
+            queued: self.rooms.len().saturating_sub(self.offered) as u32,
             free_lanes: 0,
-            quarantined_blocks: self.withheld.values().map(|w| w.blocks).sum(),
+            quarantined_blocks: self
+                .withheld
+                .values()
+                .fold(0, |sum, w| sum.saturating_add(w.blocks)),
             draining: self.draining,
         }
     }
@@ -317,7 +323,7 @@ impl<Q> Prefill<Q> {
             }
         }
         let deadline = now.plus_ms(deadline_ms.min(self.config.room_deadline_ms));
-        let pools = self.config.pools.iter().map(|layout| Source::new(layout, tokens)).collect();
+        let pools = self.config.pools.iter().map(|layout| Declared::new(layout, tokens)).collect();
         let leg = Leg {
             tokens,
             pools,
@@ -491,11 +497,7 @@ impl<Q> Prefill<Q> {
                 .with("expected", end - first));
         }
         let ids = chunk.blocks.expand(map.blocks)?;
-        source.declare(first, &ids).map_err(|(before, now)| {
-            bad("a block of the prompt was declared with another id")
-                .with("before", before)
-                .with("now", now)
-        })?;
+        source.declare(first, &ids)?;
         for at in &mut source.done[layers] {
             *at = chunk.tokens.end.max(u32::from(rows));
         }
@@ -724,6 +726,7 @@ impl<Q> Prefill<Q> {
         }
         self.by_grant.insert(number, room);
         let r = self.rooms.entry(room).or_insert_with(Room::new);
+        self.offered += usize::from(r.takers.is_empty());
         r.takers.insert(link_id, taker);
         Ok(Some(true))
     }
@@ -1058,6 +1061,7 @@ impl<Q> Prefill<Q> {
             return;
         }
         let Some(mut t) = r.takers.remove(&link) else { return };
+        self.offered -= usize::from(r.takers.is_empty());
         no_orphan(&mut self.links, link, &mut t);
         let Some(outcome) = t.outcome else { return };
         self.by_grant.remove(&(link, t.offer.grant));

@@ -29,7 +29,7 @@ pub(super) struct Room<Q> {
 #[derive(Debug)]
 pub(super) struct Leg<Q> {
     pub(super) tokens: u32,
-    pub(super) pools: Vec<Source>,
+    pub(super) pools: Vec<Declared>,
     pub(super) expected: Takers,
     pub(super) issuer: Option<Identity>,
     pub(super) deadline: Time,
@@ -44,7 +44,7 @@ pub(super) struct Leg<Q> {
 
 /// The prompt's pages in one pool, as far as they are declared.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct Declared {
     /// By block of the prompt, or by row.
     pub(super) ids: Vec<u32>,
     /// By layer of this rank: tokens declared.
@@ -177,7 +177,7 @@ impl<Q> Leg<Q> {
             .with("found", decode)
     }
     pub(super) fn declared(&self) -> u32 {
-        let count = |s: &Source| s.ids.iter().filter(|&&id| id != NOT_DECLARED).count();
+        let count = |s: &Declared| s.ids.iter().filter(|&&id| id != NOT_DECLARED).count();
         self.pools.iter().map(count).sum::<usize>() as u32
     }
     /// How the room ended, from what every taker was told: done if all are.
@@ -239,7 +239,7 @@ impl Takers {
     }
 }
 
-impl Source {
+impl Declared {
     pub(super) fn new(layout: &Layout, tokens: u32) -> Self {
         Self {
             ids: vec![NOT_DECLARED; layout.blocks_for(tokens) as usize],
@@ -249,14 +249,18 @@ impl Source {
     /// Sets blocks of the prompt.
     ///
     /// # Errors
-    /// The block that was declared with another id before, and now.
-    pub(super) fn declare(&mut self, first: u32, ids: &[u32]) -> Result<(), (u32, u32)> {
+    /// [`ErrorKind::InvalidPlan`] if one was declared with another id before.
+    pub(super) fn declare(&mut self, first: u32, ids: &[u32]) -> Result<()> {
+        let bad = |why: &str| Error::new(ErrorKind::InvalidPlan, why).with("first", first);
         let Some(slots) = self.ids.get_mut(first as usize..first as usize + ids.len()) else {
-            return Err((0, 0));
+            return Err(bad("blocks are outside the prompt").with("blocks", ids.len()));
         };
         let other = |(slot, id): &(&mut u32, &u32)| **slot != NOT_DECLARED && **slot != **id;
-        if let Some((slot, id)) = slots.iter_mut().zip(ids).find(other) {
-            return Err((*slot, *id));
+        if let Some((before, now)) = slots.iter_mut().zip(ids).find(other) {
+            return Err(bad("a block of the prompt was declared with another id")
+                .with("before", before)
+                .with("now", now)
+                .hint("a prompt keeps its blocks until they are released"));
         }
         slots.copy_from_slice(ids);
         Ok(())

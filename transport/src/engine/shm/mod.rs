@@ -65,7 +65,7 @@ use crate::sys::share::Import;
 use crate::sys::unix::{Listener, Name, Socket};
 
 /// Most pools of one sender.
-pub const POOLS_MAX: usize = 64;
+pub const REGIONS_MAX: usize = 512;
 /// Connections that have not said who they are; the oldest makes way for the next.
 const STRANGERS_MAX: usize = 128;
 /// Connections taken from the listener in one turn.

@@ -20,7 +20,7 @@ use super::serve::SERVES;
 use super::wire::{
     self, ACCESS_HINT, Ack, Extent, MESSAGE_BYTES, Message, Part, ServeWord, Status, Token, Turned,
 };
-use super::{MESSAGES_PER_TURN, POOLS_MAX};
+use super::{MESSAGES_PER_TURN, REGIONS_MAX};
 use crate::engine::EngineEvent;
 use crate::engine::pen::{Pens, Target};
 use crate::memory::Registry;
@@ -55,13 +55,24 @@ enum Pool {
     Foreign { address: u64, bytes: u64 },
 }
 
-/// The pools of a lane, few and mostly one: a list is faster than a map.
+/// The pools of a lane, by number.
 #[derive(Default)]
 struct Pools(Vec<(u32, Pool)>);
 
 impl Pools {
+    fn place(&self, id: u32) -> Result<usize, usize> {
+        self.0.binary_search_by_key(&id, |(pool, _)| *pool)
+    }
     fn at(&self, id: u32) -> Option<&Pool> {
-        self.0.iter().find(|(pool, _)| *pool == id).map(|(_, pool)| pool)
+        self.place(id).ok().map(|at| &self.0[at].1)
+    }
+    /// Whether the number was free.
+    fn add(&mut self, id: u32, pool: Pool) -> bool {
+        let free = self.place(id);
+        if let Err(at) = free {
+            self.0.insert(at, (id, pool));
+        }
+        free.is_err()
     }
     fn remove(&mut self, id: u32) -> bool {
         let before = self.0.len();
@@ -69,6 +80,9 @@ impl Pools {
         self.0.len() < before
     }
 }
+
+/// Slots that are taken in a row before others have their turn.
+const SLOTS_PER_COPY: u32 = 1024;
 
 /// What a part's bytes are for.
 enum Fate {
@@ -311,8 +325,8 @@ impl Inbound {
                 self.shared = Some((ring, ReadWords::import(serves, SERVES).map_err(bad)?));
             }
             Message::Pool { id, address, bytes } if self.shared.is_some() => {
-                if self.pools.0.len() >= POOLS_MAX {
-                    return Err((Turned::Pools, format!("more than {POOLS_MAX} pools")));
+                if self.pools.0.len() >= REGIONS_MAX {
+                    return Err((Turned::Pools, format!("more than {REGIONS_MAX} regions")));
                 }
                 if self.pools.at(id).is_some() {
                     return order("a pool's number twice");
@@ -326,7 +340,9 @@ impl Inbound {
                     }
                     _ => return order("a pool that cannot be"),
                 };
-                self.pools.0.push((id, pool));
+                if !self.pools.add(id, pool) {
+                    return order("a pool's number twice");
+                }
             }
             Message::Forget { id } if self.pools.remove(id) => {}
             Message::Begin if self.shared.is_some() && matches!(self.stage, Stage::Sharing) => {
@@ -436,11 +452,14 @@ impl Inbound {
         self.batch.ranges.clear();
         self.batch.bytes = 0;
         let mut moved = false;
+        let mut slots = 0;
         while self.batch.bytes < COPY_BYTES && self.batch.ranges.len() < RANGES_MAX {
             let Some(mut extent) = self.rest.pop() else {
-                if frame.extents == 0 {
+                // A sender that keeps pace must not hold the thread, also with a part that is scrap.
+                if frame.extents == 0 || slots == SLOTS_PER_COPY {
                     break;
                 }
+                slots += 1;
                 let Some(slot) = self.slot()? else { break };
                 moved = true;
                 let Some((extents, n)) =

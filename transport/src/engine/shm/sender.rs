@@ -17,7 +17,7 @@ use kvlane_proto::{
 use super::ring::{SenderRing, WORDS};
 use super::serve::Serves;
 use super::wire::{self, Door, EXTENTS_PER_SLOT, Extent, MESSAGE_BYTES, Message, Part, ServeWord};
-use super::{MESSAGES_PER_TURN, POOLS_MAX, dial};
+use super::{MESSAGES_PER_TURN, REGIONS_MAX, dial};
 use crate::engine::redial::Jitter;
 use crate::engine::{EngineEvent, Interest, Post};
 use crate::memory::{Region, Registry};
@@ -35,11 +35,11 @@ pub(super) struct Pools {
 impl Pools {
     /// Gives a region a number that none had before.
     pub(super) fn add(&mut self, region: &Arc<Region>) -> Result<u32> {
-        let full = self.pools.len() >= POOLS_MAX;
+        let full = self.pools.len() >= REGIONS_MAX;
         let id = self.next;
         let next = id.checked_add(1).filter(|_| !full).ok_or_else(|| {
             Error::new(ErrorKind::LimitExceeded, "shm engine: too many regions")
-                .with("limit", POOLS_MAX)
+                .with("limit", REGIONS_MAX)
                 .hint("register fewer and larger regions")
         })?;
         self.next = next;
