@@ -864,7 +864,12 @@ fn descriptors_that_are_not_what_they_should_be_are_turned_away() {
     let socket = r.welcomed(0);
     socket.send(&Message::Share.encode(), good).unwrap();
     for id in 0..=REGIONS_MAX as u32 {
-        socket.send(&Message::Pool { id, address: 0, bytes: 8192 }.encode(), &[of_pool]).unwrap();
+        let message = Message::Pool { id, address: 0, bytes: 8192 }.encode();
+        // The engine takes a few in a turn.
+        while let Err(e) = socket.send(&message, &[of_pool]) {
+            assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock);
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
     assert_eq!(hear(&socket), Some(Message::Refuse(Turned::Pools)));
     // It is not the end of anything else.
