@@ -47,7 +47,7 @@ enum Command {
     BenchReceiver,
     /// What one instance would send to another: pairs of ranks, writes, bytes, or why not
     Plan(commands::plan::Args),
-    /// A worker process of `bench --rooms`, which starts it
+    /// A worker process of `bench --rooms` and `--rest`, which starts it
     #[command(hide = true)]
     BenchWorker(bench::control::worker::Args),
     /// Certificates: make a CA, issue, renew

@@ -253,7 +253,7 @@ impl Misfit {
 
 /// Whether two instances fit: every decode rank gets all it needs from the prefill's ranks, over an
 /// engine that both ends have.
-pub(crate) fn fit(prefill: &Instance, decode: &Instance) -> Result<Routes, Misfit> {
+fn fit(prefill: &Instance, decode: &Instance) -> Result<Routes, Misfit> {
     let pools: Vec<&[Layout]> =
         prefill.ranks.iter().map(|m| m.view.registration.pools.as_slice()).collect();
     let mut routes = Routes { sources: Vec::new() };

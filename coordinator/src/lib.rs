@@ -138,7 +138,8 @@ pub struct PairRequest {
     /// The room is congruent to the first modulo the second, for servers that pick their
     /// data-parallel rank by it; the prefill instance's own place if not given.
     pub dp: Option<(u32, u32)>,
-    /// Wait at most this long in the best decode instance's queues, if none takes it at once.
+    /// Wait at most this long in the best decode instance's queues, if none takes it at once; with
+    /// another prefill instance, for what is left of it.
     pub wait: Duration,
     /// The room ends by then.
     pub deadline: Duration,
@@ -379,6 +380,7 @@ impl Coordinator {
         let mut gone = Avoid::new();
         let mut candidates = self.candidates(request, &gone, turn);
         let mut refreshed = false;
+        let mut wait_until = None;
         loop {
             let pairs = std::mem::take(&mut candidates.pairs);
             // At once with anybody first; then in the queue of the best that is merely busy.
@@ -413,12 +415,15 @@ impl Coordinator {
                 }
             }
             let waits = busiest.filter(|pair| !gone.contains_key(pair.prefill.lead()));
+            // All queues together: a dead prefill does not begin the wait anew.
+            let now = Instant::now();
+            let wait = wait_until.get_or_insert(now + request.wait).saturating_duration_since(now);
             if let Some(pair) = waits
-                && !request.wait.is_zero()
+                && !wait.is_zero()
             {
                 let room = shared.new_room(request, pair)?;
                 *pinned = Some(Arc::clone(&room));
-                let queue = shared.try_pair(room, (key, due), request.wait);
+                let queue = shared.try_pair(room, (key, due), wait);
                 // Its place in the queue is given up when the prefill turns out to be dead.
                 let result = tokio::select! {
                     biased;

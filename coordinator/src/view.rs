@@ -13,7 +13,7 @@ use kvlane_proto::msg::service::{Cursor, Load, WorkerAddress, WorkerView};
 use kvlane_proto::{Error, ErrorKind, Identity, Role, Time, WorkerKey, limits};
 use kvlane_transport::service_client::Page;
 
-use crate::instance::{Fits, Instance, Routes, Shapes, fit};
+use crate::instance::{Fit, Fits, Instance, Routes, Shapes};
 
 /// Prefill instances that turned out to be gone (the view may learn it later), by their first rank.
 pub(crate) type Avoid = BTreeMap<Identity, String>;
@@ -107,7 +107,8 @@ pub struct ClusterView {
 pub struct PairScore {
     /// Fields that differ (decode's value first); a pair fits only if there are none.
     pub differences: Vec<Difference>,
-    /// Other reasons against the pair: unknown, a rank missing or draining, pages that no rank has.
+    /// Other reasons against the pair: unknown, a rank missing or draining (then no field is
+    /// compared), pages that no rank has.
     pub against: Vec<String>,
     /// The load of the prefill's most loaded rank.
     pub prefill: Load,
@@ -149,7 +150,14 @@ impl ClusterView {
         self.instances(worker.role).find(|i| i.has(worker))
     }
 
-    /// Scores the pair of instances that two workers are of.
+    /// Whether two instances fit; nobody knows of one that takes no rooms.
+    fn fit(&self, prefill: &Instance, decode: &Instance) -> Option<&Fit> {
+        let takes_rooms = prefill.refusal().is_none() && decode.refusal().is_none();
+        self.fits.get(&(prefill.shape(), decode.shape())).filter(|_| takes_rooms)
+    }
+
+    /// Scores the pair of instances that two workers are of. Fields are compared only if both take
+    /// rooms.
     pub fn pair_score(&self, prefill: &Identity, decode: &Identity) -> PairScore {
         let mut score = PairScore::default();
         let mut find = |identity: &Identity, role| {
@@ -162,12 +170,12 @@ impl ClusterView {
         };
         let (p, d) = (find(prefill, Role::Prefill), find(decode, Role::Decode));
         if let (Some(p), Some(d)) = (p, d)
-            && let Err(misfit) = fit(p, d)
+            && let Some(Err(misfit)) = self.fit(p, d)
         {
             if misfit.differences.is_empty() {
                 score.against.push(misfit.say(p, d));
             }
-            score.differences = misfit.differences;
+            score.differences.clone_from(&misfit.differences);
         }
         score.prefill = p.map(|i| i.load()).unwrap_or_default();
         score.decode = d.map(|i| i.load()).unwrap_or_default();
@@ -208,10 +216,9 @@ impl ClusterView {
                 continue;
             }
             let best = best_for.entry(d.shape()).or_insert_with(|| {
-                let fits = |p: &Instance| self.fits.get(&(p.shape(), d.shape()));
                 let fitting: Vec<_> = usable
                     .iter()
-                    .filter_map(|(cost, p)| Some((cost, (*p, fits(p)?.as_ref().ok()?))))
+                    .filter_map(|(cost, p)| Some((cost, (*p, self.fit(p, d)?.as_ref().ok()?))))
                     .collect();
                 let turn = turn % fitting.len().max(1);
                 let turned = fitting[turn..].iter().chain(&fitting[..turn]);
@@ -227,7 +234,7 @@ impl ClusterView {
                 }
                 (Some(_), _) => {}
                 (None, Some((_, p))) => {
-                    if let Some(Err(misfit)) = self.fits.get(&(p.shape(), d.shape())) {
+                    if let Some(Err(misfit)) = self.fit(p, d) {
                         out.refuse(ErrorKind::Incompatible, misfit.say(p, d));
                     }
                 }
@@ -741,6 +748,30 @@ mod tests {
         assert!(!Arc::ptr_eq(&who(&second, 0), &who(&third, 0)));
         assert!(Arc::ptr_eq(&who(&second, 1), &who(&third, 1)));
         assert!(pairs(&third).iter().all(|pair| Arc::ptr_eq(&pair.routes, routes)));
+    }
+
+    #[test]
+    fn a_score_is_what_the_snapshot_knows() {
+        let mut workers = instance(Role::Prefill, "p", 2);
+        workers.extend(instance(Role::Decode, "d", 4));
+        workers.push(worker(Role::Decode, "other", |w| {
+            w.registration.pools[0].dtype = Dtype::Fp16;
+        }));
+        workers.push(worker(Role::Decode, "drains", |w| {
+            w.registration.pools[0].dtype = Dtype::Fp16;
+            w.load.draining = true;
+        }));
+        let v = view(workers);
+        let p = Identity::new("c", Role::Prefill, "p", 1).unwrap();
+        let score =
+            |name, rank| v.pair_score(&p, &Identity::new("c", Role::Decode, name, rank).unwrap());
+        assert!(score("d", 3).is_usable());
+        let other = score("other", 0);
+        let fields: Vec<_> = other.differences.iter().map(|d| d.field.as_str()).collect();
+        assert!(fields.contains(&"dtype") && other.against.is_empty(), "{other:?}");
+        let drains = score("drains", 0);
+        assert!(drains.differences.is_empty(), "{drains:?}");
+        assert_eq!(drains.against, ["c/decode/drains/0@010101010101: it drains"]);
     }
 
     #[test]

@@ -510,6 +510,36 @@ async fn busy_workers_are_passed_over_and_waited_for_only_if_asked() {
 }
 
 #[tokio::test]
+async fn the_wait_is_not_begun_anew_when_the_prefill_dies() {
+    let service = start_service(any());
+    let at = service.local_addr();
+    let p0 = Worker::start(at, Role::Prefill, "p0", 1, layout()).await;
+    let p1 = Worker::start(at, Role::Prefill, "p1", 1, layout()).await;
+    let d = Worker::start(at, Role::Decode, "d", 1, layout()).await;
+    let c = connect_as(at, "r", 10_000).await;
+    until_complete(&c, 2, 1).await;
+    d.script(|s| s.lanes = Some(1));
+    let taken = c.reserve(PairRequest::new(10)).await.unwrap();
+    let waits = |s: &Script| -> Vec<Reserve> {
+        s.reserves.iter().filter(|r| r.wait_ms > 0).cloned().collect()
+    };
+    let asked = tokio::spawn({
+        let c = c.clone();
+        async move { c.reserve(PairRequest { wait: CAP, ..PairRequest::new(10) }).await }
+    });
+    d.until("it waits", |s| waits(s).len() == 1).await;
+    let first = d.script(|s| waits(s))[0].prefills[0].key.clone();
+    let (dies, lives) = if first == p0.key { (p0, p1) } else { (p1, p0) };
+    dies.crash().await;
+    d.until("it waits with the other", |s| waits(s).len() == 2).await;
+    let waited: Vec<u64> = d.script(|s| waits(s)).iter().map(|r| r.wait_ms).collect();
+    assert!(waited[1] < waited[0], "{waited:?}");
+    drop(taken);
+    let h = timeout(CAP, asked).await.unwrap().unwrap().unwrap();
+    assert_eq!(h.prefill[0].worker.key, lives.key);
+}
+
+#[tokio::test]
 async fn a_pair_that_does_not_fit_is_refused_by_field_before_anybody_is_asked() {
     let service = start_service(any());
     let at = service.local_addr();

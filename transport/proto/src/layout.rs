@@ -206,10 +206,12 @@ impl Layout {
         let bad = |field, value: &dyn fmt::Display, why: &str| {
             Err(Error::new(ErrorKind::Malformed, format!("layout field {field} {why}"))
                 .with("field", field)
-                .with("found", value))
+                .with("found", value)
+                .hint("correct this field of the pool's layout where the worker is configured"))
         };
         if self.model.is_empty() || self.model.len() > limits::NAME_BYTES_MAX {
-            return bad("model", &self.model.len(), "must have 1 to 63 bytes");
+            let max = limits::NAME_BYTES_MAX;
+            return bad("model", &self.model.len(), &format!("must have 1 to {max} bytes"));
         }
         for (field, value, max) in [
             ("layers", self.layers, limits::LAYERS_MAX),
@@ -311,10 +313,13 @@ impl Layout {
     /// As [`Layout::check`], naming the pool.
     pub fn check_pools(pools: &[Layout]) -> Result<()> {
         let bad = |why: &str, n: usize| {
-            Err(Error::new(ErrorKind::Malformed, why).with("pool", n).with("pools", pools.len()))
+            Err(Error::new(ErrorKind::Malformed, why.to_string())
+                .with("pool", n)
+                .with("pools", pools.len())
+                .hint("give one layout for each group of layers, all of this rank, the one with pages for the whole prompt first"))
         };
         let Some(main) = pools.first().filter(|_| pools.len() <= limits::POOLS_MAX) else {
-            return bad("a rank has 1 to 16 pools", 0);
+            return bad(&format!("a rank has 1 to {} pools", limits::POOLS_MAX), 0);
         };
         for (n, pool) in pools.iter().enumerate() {
             pool.check().map_err(|e| e.with("pool", n))?;

@@ -2,7 +2,7 @@
 //!
 //! An engine is polled, not awaited, on a thread of its own ([`driver`]). It owns connections (or
 //! queue pairs), open grants and everything that could still write; it decides nothing. One small
-//! trait serves all three data paths: a receiver that copies from a socket (`tcp`) or out of the
+//! trait serves both data paths: a receiver that copies from a socket (`tcp`) or out of the
 //! sender's memory (`shm`, `cuda`), and a one-sided writer (`verbs`, `gpunetio`).
 //!
 //! In: [`Command`]s from the worker's actor. Out: [`EngineEvent`]s. Invariants: no byte lands

@@ -1,6 +1,6 @@
 //! Measures the control plane by itself: rooms that move no page, idle sessions, processes at rest.
 //!
-//! Owns: what is asked ([`Config`]) and the cluster's life ([`run`]). Parts: [`rooms`] and its worker
+//! Owns: what is asked ([`What`]) and the cluster's life ([`run`]). Parts: [`rooms`] and its worker
 //! process ([`worker`]), [`connections`], [`rest`], what the kernel says of a process ([`proc`]), the
 //! rows ([`row`]). In: how many. Out: rows. Invariants: every process is a process of its own with a
 //! certificate of its own, and everything between them is QUIC as users have it; a process that dies

@@ -1,4 +1,4 @@
-//! The worker process of `bench --rooms`: takes legs as lines, on standard input.
+//! The worker process of `bench --rooms` and `--rest`: takes legs as lines, on standard input.
 //!
 //! A line is a room's number; everything else is agreed: prompts of [`TOKENS`] tokens that the
 //! decode has already. A prefill worker attaches, a decode worker lends no block; both wait for the

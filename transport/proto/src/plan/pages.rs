@@ -10,6 +10,8 @@ use crate::layout::{Device, Layout, PoolMap};
 use crate::plan::share::{Face, Pattern, Steps};
 use crate::plan::{Grid, PoolShare, Share, Side, Span};
 
+const LISTS_HINT: &str = "give one list a pool, as long as Span::blocks says";
+
 /// One side's blocks of one pool, by their place in the prompt.
 #[derive(Clone, Debug)]
 pub struct Blocks {
@@ -47,7 +49,8 @@ impl Blocks {
         if lists.len() != layouts.len() || maps.len() != layouts.len() {
             return Err(Error::new(ErrorKind::InvalidPlan, "one list of blocks for each pool")
                 .with("found", lists.len())
-                .with("pools", layouts.len()));
+                .with("pools", layouts.len())
+                .hint(LISTS_HINT));
         }
         let each = layouts.iter().zip(maps).zip(lists).enumerate();
         each.map(|(pool, ((layout, map), list))| {
@@ -56,7 +59,8 @@ impl Blocks {
                 return Err(Error::new(ErrorKind::InvalidPlan, "wrong number of blocks")
                     .with("pool", pool)
                     .with("found", list.len())
-                    .with("expected", range.end - range.start));
+                    .with("expected", range.end - range.start)
+                    .hint(LISTS_HINT));
             }
             let ids = list.expand(map.blocks).map_err(|e| e.with("pool", pool))?.into();
             Ok(Self { map: map.clone(), first: range.start, ids })

@@ -440,6 +440,7 @@ impl<Q> Prefill<Q> {
                 .with("pool", chunk.pool)
                 .with("tokens", format!("{:?}", chunk.tokens))
                 .with("layers", format!("{:?}", chunk.layers))
+                .hint("declare each layer's tokens in order, each block by its one id, up to the prompt's end")
         };
         let pool = chunk.pool as usize;
         let (Some(layout), Some(map)) = (self.config.pools.get(pool), self.config.maps.get(pool))
@@ -1324,7 +1325,8 @@ fn check_lists(share: &Share, offer: &Offer) -> Result<()> {
     let bad = |what: &str, found: u64, expected: u64| {
         Err(Error::new(ErrorKind::InvalidPlan, what)
             .with("found", found)
-            .with("expected", expected))
+            .with("expected", expected)
+            .hint("offer one list a pool, as long as the decode's layout makes of the span"))
     };
     let pools = share.pools();
     if offer.blocks.len() != pools.len() {
