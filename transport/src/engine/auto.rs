@@ -302,7 +302,9 @@ impl AutoEngine {
         };
         let (next, remote) = (next.engine, next.remote.clone());
         let (peer, using) = (&link.peer, self.engines[next].caps().name);
-        tracing::info!(%peer, "{name} not used: {why}, using {using}");
+        // Without the hint: falling back is the fix.
+        let (kind, text) = (why.kind.code(), &why.text);
+        tracing::info!(%peer, "{name} not used: {kind}: {text}, using {using}");
         link.refused.push((name, why));
         if at == 0 && !link.receiver {
             self.dial(now, id, next, remote);
