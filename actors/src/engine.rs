@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvlane_proto::Result;
+use kvlane_transport::engine::auto::{self, AutoEngine};
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
@@ -23,6 +24,13 @@ pub enum EngineChoice {
     Tcp(TcpConfig),
     /// Pages copied by the receiver out of the sender's memory, on one host.
     Shm(ShmConfig),
+    /// Each link over shared memory if the peer's socket can be reached, and else over TCP.
+    Auto {
+        /// To peers on this host.
+        shm: ShmConfig,
+        /// To all others.
+        tcp: TcpConfig,
+    },
 }
 
 impl EngineChoice {
@@ -31,7 +39,26 @@ impl EngineChoice {
         match self {
             Self::Tcp(_) => "tcp",
             Self::Shm(_) => "shm",
+            Self::Auto { .. } => auto::NAME,
         }
+    }
+    /// Every name under which a peer can be linked, best first.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let parts = match self {
+            Self::Auto { .. } => &["shm", "tcp"][..],
+            _ => &[],
+        };
+        [&[self.name()], parts].concat().into_iter().map(String::from).collect()
+    }
+    fn make(&self) -> Result<Box<dyn Engine>> {
+        Ok(match self {
+            Self::Tcp(config) => Box::new(TcpEngine::new(config.clone())?),
+            Self::Shm(config) => Box::new(ShmEngine::new(config.clone())?),
+            Self::Auto { shm, tcp } => Box::new(AutoEngine::new(vec![
+                Self::Shm(shm.clone()).make()?,
+                Self::Tcp(tcp.clone()).make()?,
+            ])?),
+        })
     }
 }
 
@@ -127,10 +154,7 @@ pub(crate) fn start(
     pools: &Pools,
     wake: impl Fn(bool) + Send + 'static,
 ) -> Result<(Commands, Caps, Inbox)> {
-    let engine: Box<dyn Engine> = match choice {
-        EngineChoice::Tcp(config) => Box::new(TcpEngine::new(config.clone())?),
-        EngineChoice::Shm(config) => Box::new(ShmEngine::new(config.clone())?),
-    };
+    let engine = choice.make()?;
     let caps = engine.caps();
     let inbox = Inbox::default();
     let to = inbox.clone();

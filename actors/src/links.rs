@@ -14,6 +14,7 @@ use kvlane_proto::msg::peer::{PeerFrame, PeerMsg};
 use kvlane_proto::{
     DataPath, Error, ErrorKind, Identity, LaneId, Layout, LinkId, Refusal, Share, Time, WorkerKey,
 };
+use kvlane_transport::engine::auto::{self, Part};
 use kvlane_transport::engine::{Caps, Command};
 use kvlane_transport::quic::{Death, FrameReceiver, FrameSender, Session, Watch};
 
@@ -56,7 +57,10 @@ struct Entry {
     sender: FrameSender<PeerFrame>,
     /// Closes the session when it is dropped.
     _stop: tokio::sync::oneshot::Sender<()>,
-    up: bool,
+    /// Which engine its lanes are of.
+    engine: &'static str,
+    /// That engine, once rooms may start: what the link is counted under.
+    up: Option<&'static str>,
 }
 
 pub(crate) struct Links {
@@ -122,7 +126,8 @@ impl Links {
         let (stop, stopped) = tokio::sync::oneshot::channel();
         actix::spawn(read(link, receiver, watch, actor.clone(), stopped));
         let machine = Link::new(now, peer.clone(), self.config.clone());
-        self.links.insert(link, Entry { machine, sender, _stop: stop, up: false });
+        self.links
+            .insert(link, Entry { machine, sender, _stop: stop, engine: self.caps.name, up: None });
         self.by_peer.insert(peer.identity.clone(), link);
         let (lanes, receiver) = (self.config.lanes, self.config.receiver);
         self.engine.send(Command::Listen { link, peer, lanes, receiver });
@@ -136,16 +141,30 @@ impl Links {
         link: LinkId,
         blob: Result<Vec<u8>, Error>,
     ) -> Vec<News> {
-        let event = match blob {
-            Ok(blob) => Event::Local(vec![EngineChoice {
-                name: self.caps.name.to_string(),
-                path: self.caps.path,
-                blob,
-                maps: Vec::new(),
-            }]),
+        let event = match blob.and_then(|blob| self.offers(blob)) {
+            Ok(offers) => Event::Local(offers),
             Err(e) => Event::Bye(e.to_refusal()),
         };
         self.handle(now, link, event)
+    }
+
+    /// What a peer may choose from: engine `auto` can be had as a whole, and by its parts, for a peer
+    /// that has only one of them.
+    fn offers(&self, blob: Vec<u8>) -> Result<Vec<EngineChoice>, Error> {
+        let parts = if self.caps.name == auto::NAME { auto::decode(&blob)? } else { Vec::new() };
+        let whole = Part { name: self.caps.name.to_string(), blob };
+        let all = std::iter::once(whole).chain(parts);
+        let path = self.caps.path;
+        Ok(all
+            .map(|Part { name, blob }| EngineChoice { name, path, blob, maps: Vec::new() })
+            .collect())
+    }
+
+    /// The link's lanes are of this engine.
+    pub(crate) fn chosen(&mut self, link: LinkId, engine: &'static str) {
+        if let Some(entry) = self.links.get_mut(&link) {
+            entry.engine = engine;
+        }
     }
 
     pub(crate) fn lane(&mut self, now: Time, link: LinkId, lane: LaneId, up: bool) -> Vec<News> {
@@ -210,14 +229,20 @@ impl Links {
                         entry.machine.handle_event(now, Event::Closed(e.to_refusal()));
                     }
                 }
-                Output::Connect { engine: _, remote, maps } => {
+                Output::Connect { engine, remote, maps } => {
+                    let part = self.caps.name == auto::NAME && engine != auto::NAME;
+                    let remote = match part {
+                        true => auto::encode(&[Part { name: engine, blob: remote }]),
+                        false => remote,
+                    };
                     self.engine.send(Command::Connect { link, remote, maps });
                 }
                 Output::Up { path, lanes, part_bytes, share, pools } => {
-                    entry.up = true;
+                    let engine = entry.engine;
+                    entry.up = Some(engine);
                     let peer = entry.machine.peer().clone();
-                    tracing::info!(%peer, lanes, part_bytes, "link is up");
-                    metrics::gauge!("kvlane_links").increment(1);
+                    tracing::info!(%peer, %engine, lanes, part_bytes, "link is up");
+                    metrics::gauge!("kvlane_links", "engine" => engine).increment(1);
                     news.push(News::Up { link, peer, path, lanes, part_bytes, share, pools });
                 }
                 Output::Deliver { msg, echo_sent } => {
@@ -225,10 +250,10 @@ impl Links {
                 }
                 Output::Lost(why) => {
                     let peer = entry.machine.peer().clone();
-                    let was_up = entry.up;
+                    let was_up = entry.up.is_some();
                     self.told.warn(now, &peer, &why);
-                    if was_up {
-                        metrics::gauge!("kvlane_links").decrement(1);
+                    if let Some(engine) = entry.up {
+                        metrics::gauge!("kvlane_links", "engine" => engine).decrement(1);
                     }
                     metrics::counter!("kvlane_links_lost_total", "why" => why.kind.code())
                         .increment(1);

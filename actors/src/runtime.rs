@@ -323,7 +323,7 @@ where
         worker: WorkerAddress { key: key.clone(), address },
         pools: config.pools.layouts.to_vec(),
         pool_blocks: config.pools.maps.first().map_or(0, |m| m.blocks),
-        engines: vec![config.engine.name().to_string()],
+        engines: config.engine.names(),
         serving: config.serving.clone(),
         build: env!("CARGO_PKG_VERSION").to_string(),
     };

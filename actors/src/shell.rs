@@ -144,6 +144,7 @@ impl<S: Side> Worker<S> {
                 return tracing::debug!(bytes, %why, "frame read to scrap");
             }
             EngineEvent::Trouble(e) => return tracing::error!(error = %e, "engine"),
+            EngineEvent::Chosen { link, engine } => return links.chosen(*link, engine),
             _ => Vec::new(),
         };
         self.shell.news.extend(news);

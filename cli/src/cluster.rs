@@ -5,6 +5,7 @@
 //! ended. Invariants: every process has a certificate of its own; a child is told to end by the end
 //! of its standard input, so none outlives this process; every wait has a deadline.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
@@ -40,6 +41,7 @@ impl Started {
 
 struct Process {
     name: String,
+    role: Role,
     child: Child,
     lines: Option<Lines<BufReader<ChildStdout>>>,
 }
@@ -117,7 +119,8 @@ impl Cluster {
             .spawn()
             .map_err(|e| failed("cannot be started").caused_by(e))?;
         let (pid, stdout) = (child.id().unwrap_or_default(), child.stdout.take());
-        self.processes.push(Process { name: name.clone(), child, lines: None });
+        let role = identity.role;
+        self.processes.push(Process { name: name.clone(), role, child, lines: None });
         let Some(stdout) = stdout else { return Err(failed("has no output")) };
         let mut lines = BufReader::new(stdout).lines();
         let line = tokio::time::timeout(READY, lines.next_line())
@@ -188,6 +191,18 @@ impl Cluster {
             });
         }
         wrong.map_or(Ok(()), Err)
+    }
+    /// How many links of these processes came up, by engine; as far as they log it.
+    pub(crate) fn links(&self, of: Role) -> BTreeMap<String, u32> {
+        let mut links = BTreeMap::new();
+        for process in self.processes.iter().filter(|p| p.role == of) {
+            let text = std::fs::read_to_string(self.log(&process.name)).unwrap_or_default();
+            let up = text.lines().filter(|line| line.contains("link is up"));
+            for engine in up.filter_map(|l| l.split_once(" engine=")?.1.split_whitespace().next()) {
+                *links.entry(engine.to_string()).or_default() += 1;
+            }
+        }
+        links
     }
     /// The last lines of each log, when something went wrong.
     pub(crate) fn show_logs(&self) {

@@ -67,6 +67,9 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     if !good || ended.is_err() {
         cluster.show_logs();
     }
+    for (engine, links) in cluster.links(Role::Decode) {
+        eprintln!("links over {engine}: {links}");
+    }
     let code = match end? {
         Some(done) => done.print()?,
         None => ExitCode::from(INTERRUPTED),

@@ -43,6 +43,8 @@ pub(crate) enum EngineName {
     Tcp,
     /// Shared memory, between workers of one host
     Shm,
+    /// Shared memory where the peer's socket can be reached, else TCP
+    Auto,
 }
 
 impl EngineName {
@@ -50,6 +52,7 @@ impl EngineName {
         match self {
             Self::Tcp => "tcp",
             Self::Shm => "shm",
+            Self::Auto => "auto",
         }
     }
 }
@@ -100,7 +103,7 @@ pub(crate) struct Args {
     /// Where the engine listens for pages; the QUIC endpoint's address if not given
     #[arg(long, value_name = "IP")]
     data: Option<IpAddr>,
-    /// Directory for the socket of `--engine shm`, for containers that do not share a network
+    /// Directory for the socket of `--engine shm` and `auto`, for containers that do not share a network
     /// namespace: both must see it under this name
     #[arg(long, value_name = "DIR")]
     shm_dir: Option<std::path::PathBuf>,
@@ -191,16 +194,16 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     }
     let pools = Pools::own_all(layouts.into_iter().map(|l| (l, blocks as u32)).collect())?;
     let data = args.data.unwrap_or(args.listen.ip());
+    let tcp = TcpConfig {
+        bind: SocketAddr::new(data, 0),
+        checksum: args.checksum,
+        ..TcpConfig::default()
+    };
+    let shm = ShmConfig { directory: args.shm_dir.clone(), checksum: args.checksum };
     let engine = match args.engine {
-        EngineName::Tcp => EngineChoice::Tcp(TcpConfig {
-            bind: SocketAddr::new(data, 0),
-            checksum: args.checksum,
-            ..TcpConfig::default()
-        }),
-        EngineName::Shm => EngineChoice::Shm(ShmConfig {
-            directory: args.shm_dir.clone(),
-            checksum: args.checksum,
-        }),
+        EngineName::Tcp => EngineChoice::Tcp(tcp),
+        EngineName::Shm => EngineChoice::Shm(shm),
+        EngineName::Auto => EngineChoice::Auto { shm, tcp },
     };
     let server = Server::bind(args.serving).await?;
     let mut config = WorkerConfig::new(identity.clone(), security, pools.clone(), engine);

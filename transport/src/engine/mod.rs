@@ -11,6 +11,7 @@
 //! side posted can land. (Where the receiver copies, whole parts may still stand in a socket; the
 //! receiver's closed grant stops those.)
 
+pub mod auto;
 pub mod driver;
 pub mod fence;
 mod pen;
@@ -142,6 +143,13 @@ pub enum EngineEvent {
         link: LinkId,
         /// For the peer's [`Command::Connect`], or why there is none.
         blob: Result<Vec<u8>>,
+    },
+    /// Engine `auto`: the link's lanes, from the next that comes up on, are of this engine.
+    Chosen {
+        /// The link.
+        link: LinkId,
+        /// Its name.
+        engine: &'static str,
     },
     /// A lane carries pages.
     LaneUp {

@@ -435,11 +435,11 @@ fn dial(name: &Name) -> Result<Socket> {
         let fix = match name {
             Name::Abstract(_) => {
                 "both workers must run on one host and in one network namespace; give containers a \
-                 directory that both see (--shm-dir), or use --engine tcp"
+                 directory that both see (--shm-dir), or use --engine auto, which then takes tcp"
             }
             Name::File(_) => {
                 "both workers must run on one host and see this directory under this name; mount it \
-                 into both containers, or use --engine tcp"
+                 into both containers, or use --engine auto, which then takes tcp"
             }
         };
         Error::new(ErrorKind::PeerLost, "the receiver's socket cannot be reached")
