@@ -14,7 +14,7 @@ use kvlane_proto::msg::call::Call;
 use kvlane_proto::msg::service::{Load, WorkerAddress};
 use kvlane_proto::{
     Blame, BlockList, Error, ErrorKind, GrantId, Identity, Outcome, Result, Role, RoomId, Span,
-    Time,
+    Time, WorkerKey,
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::{Command, EngineEvent, FenceHow, FenceProof, OpenGrant, OpenSource};
@@ -246,7 +246,7 @@ struct AbortIn {
 #[derive(Message)]
 #[rtype(result = "()")]
 struct Dialled {
-    peer: Identity,
+    peer: WorkerKey,
     session: Result<Session>,
 }
 
@@ -355,7 +355,7 @@ impl Rooms {
 fn dial(to: WorkerAddress, shell: &Shell, ctx: &mut Context<DecodeActor>) {
     let endpoint = shell.endpoint.clone();
     let actor = ctx.address();
-    let peer = to.key.identity.clone();
+    let peer = to.key.clone();
     let dials = shell.dials.clone();
     let dialling = actix::spawn(async move {
         // Routers name whom to dial: they get a few at a time. It is closed with the worker.
@@ -479,7 +479,7 @@ impl Handler<Dialled> for DecodeActor {
                     .blamed(Blame::Prefill)
                     .hint("place the request with another prefill worker")
                     .to_refusal();
-                self.side.machine.handle_event(now(), Event::LinkFailed { peer, why });
+                self.side.machine.handle_event(now(), Event::DialFailed { peer, why });
                 self.drive(ctx);
             }
         }

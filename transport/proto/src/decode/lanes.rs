@@ -23,6 +23,10 @@ use crate::msg::peer::DataPath;
 use crate::msg::service::WorkerAddress;
 use crate::plan::{Share, prove_sources};
 
+/// Starts of one worker that are dialled at a time; who asks for more waits for a link or the end
+/// of its time in the queue.
+const DIALS_MAX: usize = 4;
+
 /// Lanes of one link.
 pub(super) type LinkLanes = (LinkId, Vec<LaneId>);
 
@@ -43,7 +47,8 @@ pub(super) struct Lanes {
 #[derive(Debug, Default)]
 struct Peer {
     queue: VecDeque<RoomId>,
-    connecting: bool,
+    /// Starts of the worker that are being dialled: a new one must not wait for an old one's end.
+    dialled: Vec<WorkerKey>,
     link: Option<LinkId>,
 }
 
@@ -178,7 +183,9 @@ impl Lanes {
             let identity = &address.key.identity;
             let peer = self.peers.entry(identity.clone()).or_default();
             peer.queue.push_back(room);
-            if peer.link.is_none() && !std::mem::replace(&mut peer.connecting, true) {
+            let known = peer.link.is_some() || peer.dialled.contains(&address.key);
+            if !known && peer.dialled.len() < DIALS_MAX {
+                peer.dialled.push(address.key.clone());
                 unlinked.push(address.clone());
             }
             self.moved.insert(identity.clone());
@@ -306,7 +313,7 @@ impl Lanes {
         let identity = link.peer.identity.clone();
         self.links.insert(id, link);
         let peer = self.peers.entry(identity.clone()).or_default();
-        peer.connecting = false;
+        peer.dialled.clear();
         peer.link = Some(id);
         let queue: Vec<RoomId> = peer.queue.iter().copied().collect();
         self.moved.insert(identity);
@@ -324,10 +331,20 @@ impl Lanes {
         }
         refused
     }
+    /// A start of a worker cannot be reached; which rooms wait for it.
+    pub(super) fn dial_failed(&mut self, key: &WorkerKey) -> Vec<RoomId> {
+        let Some(p) = self.peers.get_mut(&key.identity) else { return Vec::new() };
+        p.dialled.retain(|d| d != key);
+        let asked =
+            |room: &RoomId| self.waiting.get(room).is_some_and(|w| w.prefills.contains(key));
+        let queue = p.queue.iter().copied().filter(asked).collect();
+        self.forget_idle(&key.identity);
+        queue
+    }
     /// A link cannot be had; which rooms wait for it.
     pub(super) fn link_failed(&mut self, peer: &Identity) -> Vec<RoomId> {
         let Some(p) = self.peers.get_mut(peer) else { return Vec::new() };
-        p.connecting = false;
+        p.dialled.clear();
         let queue = p.queue.iter().copied().collect();
         self.forget_idle(peer);
         queue
@@ -344,7 +361,7 @@ impl Lanes {
         Some(peer)
     }
     fn forget_idle(&mut self, peer: &Identity) {
-        let idle = |p: &Peer| p.link.is_none() && !p.connecting && p.queue.is_empty();
+        let idle = |p: &Peer| p.link.is_none() && p.dialled.is_empty() && p.queue.is_empty();
         if self.peers.get(peer).is_some_and(idle) {
             self.peers.remove(peer);
         }

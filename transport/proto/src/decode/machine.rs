@@ -145,6 +145,11 @@ impl<F> Decode<F> {
                     self.stop(now, room, why.to_refusal());
                 }
             }
+            Event::DialFailed { peer, why } => {
+                for room in self.lanes.dial_failed(&peer) {
+                    self.stop(now, room, why.clone());
+                }
+            }
             Event::LinkFailed { peer, why } => {
                 for room in self.lanes.link_failed(&peer) {
                     self.stop(now, room, why.clone());

@@ -162,7 +162,14 @@ pub enum Event<F> {
         /// The prefill's pools.
         pools: Arc<[Layout]>,
     },
-    /// A link that was asked for cannot be had.
+    /// This start of a worker cannot be reached. Rooms that asked for another start of it go on.
+    DialFailed {
+        /// To whom.
+        peer: WorkerKey,
+        /// Why.
+        why: Refusal,
+    },
+    /// A link that was begun did not come up.
     LinkFailed {
         /// To whom.
         peer: Identity,
@@ -227,7 +234,7 @@ pub enum Event<F> {
 /// What is to be done, in this order.
 #[derive(Debug)]
 pub enum Output<F> {
-    /// Make a link to this worker and answer `LinkUp` or `LinkFailed`.
+    /// Make a link to this worker and answer `LinkUp`, `DialFailed` or `LinkFailed`.
     Connect(WorkerAddress),
     /// Send on a link.
     Send {

@@ -533,6 +533,30 @@ fn a_prefill_that_cannot_be_reached_holds_up_its_own_rooms_only() {
 }
 
 #[test]
+fn a_restarted_prefill_is_dialled_at_once_and_not_charged_with_its_predecessors_end() {
+    let mut m: Decode<GrantId> = Decode::new(config());
+    link_up(&mut m, LINK_B, DataPath::ReceiverCopies, 1, half(1));
+    let (old, mut new) = (rank(0), rank(0));
+    new.key.incarnation = Incarnation([9; 16]);
+    new.address = "elsewhere:1".into();
+    assert_eq!(reserve(&mut m, "r", reservation(1, vec![old.clone(), rank(1)])), None);
+    let from = Identity::new("c", Role::Router, "s", 0).unwrap();
+    let body = Call::Reserve(reservation(2, vec![new.clone(), rank(1)]));
+    m.handle_event(at(0), Event::Call { call: CallId(2), from, body });
+    let dialled = |o: &Output<GrantId>| matches!(o, Output::Connect(to) if *to == new);
+    assert!(outputs(&mut m).iter().any(dialled));
+    let why = Refusal::new(ErrorKind::PeerLost, "no answer");
+    m.handle_event(at(1), Event::DialFailed { peer: old.key, why });
+    assert_eq!(replies(&outputs(&mut m)), [(1, false)]);
+    let pools: Arc<[Layout]> = [half(0)].into();
+    let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
+    let (link, path) = (LinkId(7), DataPath::ReceiverCopies);
+    let up = Event::LinkUp { link, peer: new.key, path, lanes: 1, share, pools };
+    m.handle_event(at(2), up);
+    assert_eq!(replies(&outputs(&mut m)), [(2, true)]);
+}
+
+#[test]
 fn once_its_links_are_up_a_room_that_waits_for_one_source_is_not_overtaken_at_the_other() {
     let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
     let elsewhere = LinkId(3);
