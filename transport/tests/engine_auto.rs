@@ -473,13 +473,13 @@ fn engines_that_do_not_make_one_are_refused() {
 #[test]
 fn memory_that_one_engine_refuses_is_known_to_none() {
     let mut e = auto(vec![tcp(), shm()]);
-    let regions: Vec<_> = (0..=shm::POOLS_MAX).map(|_| Region::memfd(4096).unwrap()).collect();
-    regions[..shm::POOLS_MAX].iter().for_each(|r| e.register(r).unwrap());
-    let refused = e.register(&regions[shm::POOLS_MAX]).unwrap_err();
+    let regions: Vec<_> = (0..=shm::REGIONS_MAX).map(|_| Region::memfd(4096).unwrap()).collect();
+    regions[..shm::REGIONS_MAX].iter().for_each(|r| e.register(r).unwrap());
+    let refused = e.register(&regions[shm::REGIONS_MAX]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::LimitExceeded);
     e.unregister(&regions[0]).unwrap();
     // Would be refused as known, had the first engine kept it.
-    e.register(&regions[shm::POOLS_MAX]).unwrap();
+    e.register(&regions[shm::REGIONS_MAX]).unwrap();
 }
 
 #[test]

@@ -168,6 +168,13 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     faults(&args)?;
     let role = Role::from(args.role);
     let (security, identity) = args.security.identity(role, &args.name, args.rank)?;
+    if identity.rank >= args.tp {
+        return Err(Error::new(ErrorKind::Config, "the worker's rank is not below --tp")
+            .with("worker", &identity)
+            .with("rank", identity.rank)
+            .with("tp", args.tp)
+            .hint("give every rank of the instance the same --tp, and this one a smaller --rank (with --certs: a certificate of it)"));
+    }
     let layouts = models::pools(&args.model, args.page_tokens, (identity.rank, args.tp))?;
     let block_bytes = layouts.iter().map(|l| l.block_bytes()).sum::<u64>();
     let blocks = (args.pool_mib << 20) / block_bytes;

@@ -202,8 +202,13 @@ impl Instance {
         if !self.pools.is_empty() {
             return Ok(self.pools.iter().map(|p| p.layout(self, page_tokens)).collect());
         }
-        let mut pools = models::pools(&self.model, page_tokens, (0, 1))
-            .map_err(|e| e.hint("use one of the known names, or describe it with [[pools]]"))?;
+        let mut pools =
+            models::pools(&self.model, page_tokens, (0, 1)).map_err(|e| match e.kind() {
+                ErrorKind::NotFound => {
+                    e.hint("use one of the known names, or describe it with [[pools]]")
+                }
+                _ => e,
+            })?;
         for pool in &mut pools {
             let latent = pool.kind == KvKind::Mla;
             match self.kv.map(KvKind::from) {

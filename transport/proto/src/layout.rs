@@ -259,7 +259,9 @@ impl Layout {
         {
             let found =
                 format!("{} of {} at tp {}", self.kv_heads, self.kv_heads_total, self.at.tp.1);
-            return bad("kv_heads", &found, "cannot be spread evenly over the ranks");
+            let spread = "use a number of tensor parallel ranks that divides kv_heads_total, or a multiple of it";
+            return bad("kv_heads", &found, "cannot be spread evenly over the ranks")
+                .map_err(|e| e.hint(spread));
         }
         Ok(())
     }
