@@ -35,12 +35,16 @@ impl Add<Duration> for Time {
 /// A lease as its holder counts it: from when it sent its request, less drift.
 pub const fn holder_ms(lease_ms: u64) -> u64 {
     // Rounded towards the shorter lease: half a millisecond is time enough for a write.
-    lease_ms.saturating_sub((lease_ms * crate::limits::DRIFT_PER_MILLE).div_ceil(1000))
+    lease_ms.saturating_sub(drift_ms(lease_ms))
 }
 
 /// A lease as its grantor counts it: from when it sent the grant, plus drift.
 pub const fn grantor_ms(lease_ms: u64) -> u64 {
-    lease_ms.saturating_add((lease_ms * crate::limits::DRIFT_PER_MILLE).div_ceil(1000))
+    lease_ms.saturating_add(drift_ms(lease_ms))
+}
+
+const fn drift_ms(lease_ms: u64) -> u64 {
+    (lease_ms as u128 * crate::limits::DRIFT_PER_MILLE as u128).div_ceil(1000) as u64
 }
 
 #[cfg(test)]
@@ -49,6 +53,7 @@ mod tests {
 
     #[test]
     fn the_holder_stops_before_the_grantor_at_any_drift() {
+        assert!(holder_ms(u64::MAX) < u64::MAX && grantor_ms(u64::MAX) == u64::MAX);
         for lease_ms in [1u64, 55, 99, 450, 1_150, 30_000] {
             // In thousandths of a true millisecond: the holder's clock is slow, the grantor's fast.
             let holder = holder_ms(lease_ms) * 1_000_000 / 990;

@@ -186,7 +186,8 @@ impl<Q> Leg<Q> {
             Outcome::Done { bytes } | Outcome::Failed { bytes, .. } => bytes,
             Outcome::Unknown { .. } => 0,
         });
-        let bytes = bytes.sum();
+        // What decodes say is not to be trusted with arithmetic.
+        let bytes = bytes.fold(0, u64::saturating_add);
         let rank = |o: &Outcome| match o {
             Outcome::Failed { .. } => 0,
             Outcome::Unknown { .. } => 1,

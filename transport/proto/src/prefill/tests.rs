@@ -542,3 +542,24 @@ fn a_prompt_without_tokens_is_not_finished_before_its_rows() {
     });
     assert_eq!(failed, Some(ErrorKind::Incomplete), "{out:?}");
 }
+
+#[test]
+fn numbers_of_a_lying_decode_do_not_overflow() {
+    let mut m = two_takers(DataPath::ReceiverCopies);
+    attach_with(&mut m, at(0), named(&["d", "e"]), 60_000);
+    offer(&mut m, at(1), at(1));
+    offer_on(&mut m, SECOND, OTHER, at(1), at(1));
+    for (link, grant) in [(LINK, GRANT), (SECOND, OTHER)] {
+        let msg = PeerMsg::Renew { room: ROOM, grant, lease_ms: u64::MAX };
+        m.handle_event(at(2), Event::Peer { link, msg, echo_sent: at(2) });
+        let outcome = Outcome::Done { bytes: u64::MAX };
+        let msg = PeerMsg::Ended { room: ROOM, grant, outcome };
+        m.handle_event(at(3), Event::Peer { link, msg, echo_sent: at(3) });
+        m.handle_event(at(4), Event::Quiesced { link, grant, proof: () });
+    }
+    let out = outputs(&mut m);
+    let done = |o: &Output<()>| {
+        matches!(o, Output::Ended { outcome: Outcome::Done { bytes: u64::MAX }, .. })
+    };
+    assert!(out.iter().any(done), "{out:?}");
+}
