@@ -165,7 +165,9 @@ impl Sending {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidPlan`] for chunks out of order or blocks that do not fit; the room is as
-    /// it was. [`ErrorKind::Config`] for readiness that no engine here can wait for.
+    /// it was. [`ErrorKind::RoomEnded`] if the room is over, perhaps done because nobody wants these
+    /// pages: [`Sending::ended`] says. [`ErrorKind::Config`] for readiness that no engine here can wait
+    /// for.
     pub async fn send(&self, chunk: ChunkRequest) -> Result<()> {
         if let Ready::Event(_) | Ready::Stream(_) = chunk.ready {
             return Err(Error::new(ErrorKind::Config, "the engine cannot wait for a GPU")
