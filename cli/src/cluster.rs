@@ -152,13 +152,18 @@ impl Cluster {
     /// Waits until one of them has ended, which none of them should; says which, and how.
     pub(crate) async fn died(&mut self) -> Error {
         loop {
+            let mut ended = Vec::new();
             for Process { name, child, .. } in &mut self.processes {
                 if let Ok(Some(status)) = child.try_wait() {
-                    return Error::new(ErrorKind::PeerLost, "a process has ended before its work")
-                        .with("process", &*name)
-                        .with("found", how(status))
-                        .hint("look for its last words below, and in the kernel's log");
+                    ended.push((&*name, status));
                 }
+            }
+            // Others may have ended in order because of the one that did not.
+            if let Some((name, status)) = ended.iter().min_by_key(|(_, status)| status.success()) {
+                return Error::new(ErrorKind::PeerLost, "a process has ended before its work")
+                    .with("process", name)
+                    .with("found", how(*status))
+                    .hint("look for its last words below, and in the kernel's log");
             }
             tokio::time::sleep(LOOK).await;
         }
