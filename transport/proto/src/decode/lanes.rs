@@ -47,8 +47,9 @@ pub(super) struct Lanes {
 #[derive(Debug, Default)]
 struct Peer {
     queue: VecDeque<RoomId>,
-    /// Starts of the worker that are being dialled: a new one must not wait for an old one's end.
-    dialled: Vec<WorkerKey>,
+    /// Starts of the worker that are being dialled, each at another address: a new one must not wait
+    /// for an old one's end, and whoever is at one address must not be dialled twice.
+    dialled: Vec<WorkerAddress>,
     link: Option<LinkId>,
 }
 
@@ -183,9 +184,13 @@ impl Lanes {
             let identity = &address.key.identity;
             let peer = self.peers.entry(identity.clone()).or_default();
             peer.queue.push_back(room);
-            let known = peer.link.is_some() || peer.dialled.contains(&address.key);
+            let known = peer.link.is_some()
+                || peer
+                    .dialled
+                    .iter()
+                    .any(|d| d.key == address.key || d.address == address.address);
             if !known && peer.dialled.len() < DIALS_MAX {
-                peer.dialled.push(address.key.clone());
+                peer.dialled.push(address.clone());
                 unlinked.push(address.clone());
             }
             self.moved.insert(identity.clone());
@@ -334,10 +339,14 @@ impl Lanes {
     /// A start of a worker cannot be reached; which rooms wait for it.
     pub(super) fn dial_failed(&mut self, key: &WorkerKey) -> Vec<RoomId> {
         let Some(p) = self.peers.get_mut(&key.identity) else { return Vec::new() };
-        p.dialled.retain(|d| d != key);
-        let asked =
-            |room: &RoomId| self.waiting.get(room).is_some_and(|w| w.prefills.contains(key));
-        let queue = p.queue.iter().copied().filter(asked).collect();
+        p.dialled.retain(|d| d.key != *key);
+        // Those for whom another start is still being dialled go on.
+        let hopeless = |room: &RoomId| {
+            let wanted = self.waiting.get(room).into_iter().flat_map(|w| &w.prefills);
+            let mut wanted = wanted.filter(|w| w.identity == key.identity);
+            wanted.any(|w| !p.dialled.iter().any(|d| d.key == *w))
+        };
+        let queue = p.queue.iter().copied().filter(hopeless).collect();
         self.forget_idle(&key.identity);
         queue
     }

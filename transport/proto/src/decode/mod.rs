@@ -162,7 +162,8 @@ pub enum Event<F> {
         /// The prefill's pools.
         pools: Arc<[Layout]>,
     },
-    /// This start of a worker cannot be reached. Rooms that asked for another start of it go on.
+    /// This start of a worker cannot be reached. Rooms that asked for another start of it, which is
+    /// being dialled elsewhere, go on.
     DialFailed {
         /// To whom.
         peer: WorkerKey,

@@ -557,6 +557,24 @@ fn a_restarted_prefill_is_dialled_at_once_and_not_charged_with_its_predecessors_
 }
 
 #[test]
+fn one_address_is_dialled_once_whichever_start_is_asked_for() {
+    let mut m: Decode<GrantId> = Decode::new(config());
+    let (old, mut new) = (rank(0), rank(0));
+    new.key.incarnation = Incarnation([9; 16]);
+    for (call, prefill) in [(1, &old), (2, &new)] {
+        let from = Identity::new("c", Role::Router, "r", 0).unwrap();
+        let body = Call::Reserve(reservation(call, vec![prefill.clone()]));
+        m.handle_event(at(0), Event::Call { call: CallId(call), from, body });
+    }
+    let out = outputs(&mut m);
+    assert_eq!(out.iter().filter(|o| matches!(o, Output::Connect(_))).count(), 1, "{out:?}");
+    // Nobody else is dialled, so both hear of it.
+    let why = Refusal::new(ErrorKind::PeerLost, "no answer");
+    m.handle_event(at(1), Event::DialFailed { peer: old.key, why });
+    assert_eq!(replies(&outputs(&mut m)), [(1, false), (2, false)]);
+}
+
+#[test]
 fn once_its_links_are_up_a_room_that_waits_for_one_source_is_not_overtaken_at_the_other() {
     let mut m = worker_of_two([DataPath::ReceiverCopies; 2]);
     let elsewhere = LinkId(3);
