@@ -22,7 +22,7 @@ pub type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 pub const POOL_BYTES: u64 = 256 << 20;
 const LINK: LinkId = LinkId(1);
 /// Until a receiver has settled into its wait.
-const READY: Duration = Duration::from_millis(4);
+pub const READY: Duration = Duration::from_millis(4);
 
 pub fn layout(page_bytes: u32) -> Layout {
     let page_tokens = page_bytes.div_ceil(1 << 16);
