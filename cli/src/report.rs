@@ -5,8 +5,31 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kvlane_proto::Refusal;
+use kvlane_proto::{Error, ErrorKind, Refusal, Result};
 use serde::Serialize;
+
+/// A value as one line of JSON, its end included.
+///
+/// # Errors
+/// [`ErrorKind::Internal`] for what JSON cannot say.
+pub(crate) fn json_line(value: &impl Serialize) -> Result<String> {
+    let mut line = serde_json::to_string(value)
+        .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
+    line.push('\n');
+    Ok(line)
+}
+
+/// Rows of a bench as its last line with `--json`.
+///
+/// # Errors
+/// As [`json_line`].
+pub(crate) fn json_rows(rows: &[impl Serialize]) -> Result<String> {
+    #[derive(Serialize)]
+    struct Report<'a, R> {
+        rows: &'a [R],
+    }
+    json_line(&Report { rows })
+}
 
 /// Counters of a replay. The names are those of the JSON line.
 #[derive(Clone, Debug, Default, Serialize)]

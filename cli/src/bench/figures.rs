@@ -203,20 +203,10 @@ impl Row {
     }
 }
 
-/// The last line with `--json`.
-pub(crate) fn json(rows: &[Row]) -> String {
-    #[derive(Serialize)]
-    struct Report<'a> {
-        rows: &'a [Row],
-    }
-    // Rows are numbers and names, which JSON can always say.
-    let line = serde_json::to_string(&Report { rows }).unwrap_or_default();
-    format!("{line}\n")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::json_rows;
 
     fn row(engine: &str, gbytes_per_s: f64, p50_us: Option<f64>) -> Row {
         Row { engine: engine.into(), gbytes_per_s, p50_us, ..Row::default() }
@@ -256,7 +246,7 @@ mod tests {
 
     #[test]
     fn what_was_not_measured_is_null() {
-        let text = json(&[row("tcp", 3.0, None)]);
+        let text = json_rows(&[row("tcp", 3.0, None)]).unwrap();
         let line = text.strip_suffix('\n').unwrap();
         assert!(!line.contains('\n'));
         let read: serde_json::Value = serde_json::from_str(line).unwrap();

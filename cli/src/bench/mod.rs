@@ -32,6 +32,7 @@ pub(crate) use self::pages::{Size, page_bytes};
 pub(crate) use self::wait::Stop;
 use crate::commands::say;
 use crate::memory;
+use crate::report::json_rows;
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -99,7 +100,7 @@ pub(crate) fn run(config: &Config, stop: &Stop) -> Result<()> {
         show("* a test device: its figures mean nothing\n");
     }
     if config.json {
-        say(&figures::json(&all));
+        say(&json_rows(&all)?);
     }
     Ok(())
 }

@@ -20,6 +20,7 @@ use super::raw::{self, RawEnd};
 use super::talk::{Answer, Ask, read_line};
 use super::wait::Stop;
 use crate::commands::say;
+use crate::report::json_line;
 
 /// Serves until standard input ends.
 pub(crate) fn run() -> Result<ExitCode> {
@@ -37,9 +38,7 @@ pub(crate) fn run() -> Result<ExitCode> {
 }
 
 fn answer_with(answer: &Answer) -> Result<()> {
-    let line = serde_json::to_string(answer)
-        .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
-    say(&format!("{line}\n"));
+    say(&json_line(answer)?);
     Ok(())
 }
 

@@ -19,6 +19,7 @@ use super::engines::Setup;
 use super::pages::{Draw, Pattern, Size};
 use super::wait::{SLICE, Stop, Wait};
 use crate::cluster;
+use crate::report::json_line;
 
 /// Longest line.
 pub(crate) const LINE_BYTES_MAX: u64 = 1 << 20;
@@ -116,9 +117,7 @@ impl Process {
         self.hear(limit)
     }
     fn say(&mut self, ask: &impl Serialize) -> Result<()> {
-        let mut line = serde_json::to_string(ask)
-            .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
-        line.push('\n');
+        let line = json_line(ask)?;
         // The pipe has room: whatever was said before has been answered.
         let said = match &mut self.stdin {
             Some(stdin) => stdin.write_all(line.as_bytes()).and_then(|()| stdin.flush()),

@@ -20,6 +20,7 @@ use serde::Serialize;
 
 use super::say;
 use crate::load::instance::{Instance, Lists};
+use crate::report::json_line;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -89,9 +90,7 @@ struct Report {
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let report = report(args)?;
     if args.json {
-        let line = serde_json::to_string(&report)
-            .map_err(|e| Error::new(ErrorKind::Internal, "no JSON").caused_by(e))?;
-        say(&format!("{line}\n"));
+        say(&json_line(&report)?);
         return Ok(ExitCode::SUCCESS);
     }
     if let Some(refused) = &report.refused {

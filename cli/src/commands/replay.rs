@@ -17,7 +17,7 @@ use super::values::{above_zero, host_port};
 use super::{INTERRUPTED, Interrupt, SecurityArgs, say};
 use crate::load::models;
 use crate::load::trace::{self, Generator, Request, Requests};
-use crate::report::{Progress, Totals};
+use crate::report::{Progress, Totals, json_line};
 use crate::standin::legs::{self, LegReply, LegRequest};
 
 /// What is replayed, and how.
@@ -121,9 +121,7 @@ impl Done {
             eprintln!("the trace has only {} requests", self.sent);
         }
         if self.json {
-            let line = serde_json::to_string(&self.totals)
-                .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
-            say(&format!("{line}\n"));
+            say(&json_line(&self.totals)?);
         } else {
             say(&self.totals.table());
         }

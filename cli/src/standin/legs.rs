@@ -1,6 +1,7 @@
 //! What a router says to a stand-in: one JSON line in, one JSON line out, on a TCP connection of
 //! its own.
 
+use crate::report::json_line;
 use std::time::Duration;
 
 use kvlane_proto::msg::service::{Load, WorkerAddress};
@@ -93,11 +94,9 @@ pub(crate) async fn send(serving: &str, leg: &LegRequest, wait: Duration) -> Res
                 .caused_by(e)
         })?;
         let mut stream = BufReader::new(stream);
-        let mut line = serde_json::to_vec(leg)
-            .map_err(|e| Error::new(ErrorKind::Internal, "cannot write a leg").caused_by(e))?;
-        line.push(b'\n');
+        let line = json_line(leg)?;
         let io = |e| failed("the model server has gone").caused_by(e);
-        stream.get_mut().write_all(&line).await.map_err(io)?;
+        stream.get_mut().write_all(line.as_bytes()).await.map_err(io)?;
         let Some(line) = read_line(&mut stream).await? else {
             return Err(failed("the model server ended without an answer").hint(
                 "look at the worker's log: it has ended, or has too many requests at a time",

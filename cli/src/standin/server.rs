@@ -11,6 +11,7 @@ use tokio::sync::{Semaphore, watch};
 
 use super::legs::{LegReply, LegRequest, read_line};
 use super::{Model, Worker, decode, prefill};
+use crate::report::json_line;
 
 /// Legs at a time.
 const LEGS_MAX: usize = 4096;
@@ -124,11 +125,9 @@ async fn leg(
             ..LegReply::default()
         },
     };
-    let mut line = serde_json::to_vec(&reply)
-        .map_err(|e| Error::new(ErrorKind::Internal, "cannot write an answer").caused_by(e))?;
-    line.push(b'\n');
+    let line = json_line(&reply)?;
     // Nobody may be there any more.
-    let _ = stream.get_mut().write_all(&line).await;
+    let _ = stream.get_mut().write_all(line.as_bytes()).await;
     Ok(())
 }
 

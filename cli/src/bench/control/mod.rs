@@ -18,6 +18,7 @@ use kvlane_proto::Result;
 use self::row::Row;
 use crate::cluster::Cluster;
 use crate::commands::{Interrupt, say};
+use crate::report::json_rows;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug)]
@@ -56,7 +57,7 @@ pub(crate) async fn run(what: What, json: bool, interrupt: &mut Interrupt) -> Re
     }
     let Some(rows) = measured.transpose()? else { return Ok(false) };
     ended?;
-    say(&if json { row::json(&rows) } else { row::table(&rows) });
+    say(&if json { json_rows(&rows)? } else { row::table(&rows) });
     Ok(true)
 }
 

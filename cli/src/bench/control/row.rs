@@ -109,17 +109,6 @@ pub(super) fn table(rows: &[Row]) -> String {
     text
 }
 
-/// The last line with `--json`.
-pub(super) fn json(rows: &[Row]) -> String {
-    #[derive(Serialize)]
-    struct Report<'a> {
-        rows: &'a [Row],
-    }
-    // Rows are numbers and names, which JSON can always say.
-    let line = serde_json::to_string(&Report { rows }).unwrap_or_default();
-    format!("{line}\n")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -22,6 +22,7 @@ use tokio::task::JoinSet;
 
 use crate::commands::{SecurityArgs, say, say_ready};
 use crate::load::models;
+use crate::report::json_line;
 
 /// Tokens of every prompt: one block.
 pub(super) const TOKENS: u32 = models::PAGE_TOKENS;
@@ -141,9 +142,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
                 .with("found", format!("{end:?}")));
         }
     };
-    let line = serde_json::to_string(&legs)
-        .map_err(|e| Error::new(ErrorKind::Internal, "cannot write JSON").caused_by(e))?;
-    say(&format!("{line}\n"));
+    say(&json_line(&legs)?);
     handle.stop().await;
     Ok(ExitCode::SUCCESS)
 }
