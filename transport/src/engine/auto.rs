@@ -22,6 +22,7 @@ use kvlane_proto::{
     Error, ErrorKind, GrantId, LaneId, LinkId, Refusal, Result, Time, WorkerKey, limits,
 };
 
+use super::refusals::no_link;
 use super::{
     Caps, Command, Engine, EngineEvent, FenceHow, FenceProof, Interest, OpenGrant, OpenSource,
 };
@@ -231,8 +232,7 @@ impl AutoEngine {
     }
 
     fn connect(&mut self, now: Time, id: LinkId, remote: &[u8]) -> Result<()> {
-        let no_link = || Error::new(ErrorKind::NotFound, "the engine has no such link");
-        let link = self.links.get_mut(&id).ok_or_else(|| no_link().with("link", id.0))?;
+        let link = self.links.get_mut(&id).ok_or_else(|| no_link(id))?;
         if std::mem::replace(&mut link.connected, true) {
             return Err(Error::new(ErrorKind::Internal, "link connected twice").with("link", id.0));
         }

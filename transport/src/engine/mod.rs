@@ -16,6 +16,7 @@ pub mod driver;
 pub mod fence;
 mod pen;
 mod redial;
+mod refusals;
 pub mod shm;
 pub mod tcp;
 

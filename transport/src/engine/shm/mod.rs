@@ -58,6 +58,7 @@ use self::wire::{Blob, Door, MESSAGE_BYTES, Message, Token};
 use super::pen::Pens;
 pub use super::pen::RevokeHandle;
 use super::redial::Jitter;
+use super::refusals::{nacked, no_lane, no_link, was_reset};
 use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
 use crate::random::{fill_random, random};
@@ -252,11 +253,8 @@ impl ShmEngine {
             return Err(no_link(post.link));
         };
         let count = lanes.len();
-        let lane = lanes.get_mut(usize::from(post.lane.0)).ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, "the link has no such lane")
-                .with("lane", post.lane.0)
-                .with("lanes", count)
-        })?;
+        let lane =
+            lanes.get_mut(usize::from(post.lane.0)).ok_or_else(|| no_lane(post.lane, count))?;
         lane.post(post)
     }
 
@@ -418,9 +416,6 @@ impl ShmEngine {
     }
 }
 
-fn no_link(link: LinkId) -> Error {
-    Error::new(ErrorKind::NotFound, "the engine has no such link").with("link", link.0)
-}
 fn refused(why: &'static str) {
     metrics::counter!("kvlane_shm_refused_connections_total", "why" => why).increment(1);
 }
@@ -545,7 +540,7 @@ impl Engine for ShmEngine {
             }
             Command::Post(post) => {
                 if let Err(e) = self.post(&post) {
-                    self.outbox.push(sender::nacked(&post, &e));
+                    self.outbox.push(nacked(&post, &e));
                 }
             }
             Command::ResetLane { link, lane } => {
@@ -554,8 +549,7 @@ impl Engine for ShmEngine {
                     return outbox.push(EngineEvent::Trouble(no_link(link)));
                 };
                 if let Some(outbound) = lanes.get_mut(usize::from(lane.0)) {
-                    let why =
-                        Error::new(ErrorKind::NoPath, "the lane was reset: nothing moved on it");
+                    let why = was_reset();
                     let (checksum, events) = (config.checksum, outbox);
                     let mut turn =
                         sender::Turn { now, checksum, registry, pools, serves, jitter, events };

@@ -60,19 +60,12 @@ enum Pool {
 struct Pools(Vec<(u32, Pool)>);
 
 impl Pools {
+    /// Where it stands, or where it would.
     fn place(&self, id: u32) -> Result<usize, usize> {
         self.0.binary_search_by_key(&id, |(pool, _)| *pool)
     }
     fn at(&self, id: u32) -> Option<&Pool> {
         self.place(id).ok().map(|at| &self.0[at].1)
-    }
-    /// Whether the number was free.
-    fn add(&mut self, id: u32, pool: Pool) -> bool {
-        let free = self.place(id);
-        if let Err(at) = free {
-            self.0.insert(at, (id, pool));
-        }
-        free.is_err()
     }
     fn remove(&mut self, id: u32) -> bool {
         let before = self.0.len();
@@ -328,9 +321,9 @@ impl Inbound {
                 if self.pools.0.len() >= REGIONS_MAX {
                     return Err((Turned::Pools, format!("more than {REGIONS_MAX} regions")));
                 }
-                if self.pools.at(id).is_some() {
+                let Err(place) = self.pools.place(id) else {
                     return order("a pool's number twice");
-                }
+                };
                 let pool = match fds.pop() {
                     Some(fd) if address == 0 => {
                         Pool::Mapped(self.import(turn, fd, bytes).map_err(bad)?)
@@ -340,9 +333,7 @@ impl Inbound {
                     }
                     _ => return order("a pool that cannot be"),
                 };
-                if !self.pools.add(id, pool) {
-                    return order("a pool's number twice");
-                }
+                self.pools.0.insert(place, (id, pool));
             }
             Message::Forget { id } if self.pools.remove(id) => {}
             Message::Begin if self.shared.is_some() && matches!(self.stage, Stage::Sharing) => {

@@ -19,6 +19,7 @@ use super::serve::Serves;
 use super::wire::{self, Door, EXTENTS_PER_SLOT, Extent, MESSAGE_BYTES, Message, Part, ServeWord};
 use super::{MESSAGES_PER_TURN, REGIONS_MAX, dial};
 use crate::engine::redial::Jitter;
+use crate::engine::refusals::{nacked, takes};
 use crate::engine::{EngineEvent, Interest, Post};
 use crate::memory::{Region, Registry};
 use crate::sys::mem::Pages;
@@ -161,21 +162,8 @@ impl Outbound {
 
     /// Queues a part, or says why not.
     pub(super) fn post(&mut self, post: &Post) -> Result<()> {
-        if !matches!(self.phase, Phase::Up { .. }) {
-            return Err(Error::new(ErrorKind::NoPath, "the lane is down")
-                .with("lane", self.lane.0)
-                .hint("post on another lane, or when this one is up again"));
-        }
         let in_flight = self.queue.len() + usize::from(self.current.is_some()) + self.flights.len();
-        if in_flight >= limits::PARTS_IN_FLIGHT_PER_LANE as usize {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                "the lane has all the parts it may have in flight",
-            )
-            .with("lane", self.lane.0)
-            .with("limit", limits::PARTS_IN_FLIGHT_PER_LANE)
-            .hint("post when a part has been acknowledged"));
-        }
+        takes(self.lane, matches!(self.phase, Phase::Up { .. }), in_flight)?;
         self.queue.push_back(post.clone());
         Ok(())
     }
@@ -544,17 +532,6 @@ fn locate(
         }
     }
     Ok(())
-}
-
-/// A post that was refused on this side.
-pub(super) fn nacked(post: &Post, why: &Error) -> EngineEvent {
-    EngineEvent::Nacked {
-        link: post.link,
-        grant: post.grant,
-        part: post.part,
-        lane: post.lane,
-        why: why.to_refusal(),
-    }
 }
 
 fn broke(e: std::io::Error) -> Refusal {

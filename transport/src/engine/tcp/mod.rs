@@ -33,6 +33,7 @@ use self::wire::{Blob, HELLO_BYTES, Hello, Token};
 use super::pen::Pens;
 pub use super::pen::RevokeHandle;
 use super::redial::Jitter;
+use super::refusals::{nacked, no_lane, no_link, was_reset};
 use super::{Caps, Command, Engine, EngineEvent, Interest, Post, Quiesced};
 use crate::memory::{Region, Registry};
 use crate::random::{fill_random, random};
@@ -262,11 +263,8 @@ impl TcpEngine {
                 .with("grant", post.grant));
         }
         let count = lanes.len();
-        let lane = lanes.get_mut(usize::from(post.lane.0)).ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, "the link has no such lane")
-                .with("lane", post.lane.0)
-                .with("lanes", count)
-        })?;
+        let lane =
+            lanes.get_mut(usize::from(post.lane.0)).ok_or_else(|| no_lane(post.lane, count))?;
         lane.post(post)
     }
 
@@ -466,9 +464,6 @@ impl TcpEngine {
 fn quiesced(q: &Quiescing) -> EngineEvent {
     EngineEvent::Quiesced(Quiesced::new(q.link, q.grant))
 }
-fn no_link(link: LinkId) -> Error {
-    Error::new(ErrorKind::NotFound, "the engine has no such link").with("link", link.0)
-}
 fn refused(why: &'static str) {
     metrics::counter!("kvlane_tcp_refused_connections_total", "why" => why).increment(1);
 }
@@ -509,7 +504,7 @@ impl Engine for TcpEngine {
             }
             Command::Post(post) => {
                 if let Err(e) = self.post(&post) {
-                    self.outbox.push(sender::nacked(&post, &e));
+                    self.outbox.push(nacked(&post, &e));
                 }
             }
             Command::ResetLane { link, lane } => {
@@ -518,8 +513,7 @@ impl Engine for TcpEngine {
                     return outbox.push(EngineEvent::Trouble(no_link(link)));
                 };
                 if let Some(outbound) = lanes.get_mut(usize::from(lane.0)) {
-                    let why =
-                        Error::new(ErrorKind::NoPath, "the lane was reset: nothing moved on it");
+                    let why = was_reset();
                     let mut turn = sender::Turn::new(now, config, registry, jitter, outbox);
                     outbound.down(&mut turn, why.to_refusal());
                 }

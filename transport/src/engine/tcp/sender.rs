@@ -18,6 +18,7 @@ use super::TcpConfig;
 use super::lane::{CALL_BYTES, CALLS_PER_TURN, Io, sort};
 use super::wire::{ACK_BYTES, Ack, HEADER_BYTES, Header, Hello, Status, Token};
 use crate::engine::redial::Jitter;
+use crate::engine::refusals::{nacked, takes};
 use crate::engine::{EngineEvent, Interest, Post};
 use crate::memory::{Region, Registry};
 use crate::sys::mem::Pages;
@@ -110,21 +111,8 @@ impl Outbound {
 
     /// Queues a part, or says why not.
     pub(super) fn post(&mut self, post: &Post) -> Result<()> {
-        if !matches!(self.phase, Phase::Up { .. }) {
-            return Err(Error::new(ErrorKind::NoPath, "the lane is down")
-                .with("lane", self.lane.0)
-                .hint("post on another lane, or when this one is up again"));
-        }
         let in_flight = self.queue.len() + usize::from(self.current.is_some()) + self.unacked.len();
-        if in_flight >= limits::PARTS_IN_FLIGHT_PER_LANE as usize {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                "the lane has all the parts it may have in flight",
-            )
-            .with("lane", self.lane.0)
-            .with("limit", limits::PARTS_IN_FLIGHT_PER_LANE)
-            .hint("post when a part has been acknowledged"));
-        }
+        takes(self.lane, matches!(self.phase, Phase::Up { .. }), in_flight)?;
         self.queue.push_back(post.clone());
         Ok(())
     }
@@ -384,17 +372,6 @@ impl Outbound {
                 None
             }
         }
-    }
-}
-
-/// A post that was refused on this side.
-pub(super) fn nacked(post: &Post, why: &Error) -> EngineEvent {
-    EngineEvent::Nacked {
-        link: post.link,
-        grant: post.grant,
-        part: post.part,
-        lane: post.lane,
-        why: why.to_refusal(),
     }
 }
 
