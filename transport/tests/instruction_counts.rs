@@ -39,7 +39,7 @@ fn a_page_is_found_and_checked_in_few_instructions() {
     if let Some(each) = counted::each(name, resolve, (PAGES * 100, PAGES * 1100)) {
         println!("{each:.1} instructions a page");
         // 57 when it was set; 3 to 6 ns (`docs/performance.md`).
-        assert!(each <= 200.0, "{each:.1} instructions a page");
+        assert!(each <= 160.0, "{each:.1} instructions a page");
         assert!(each >= 1.0, "{each:.1}: the work was optimised away");
     }
 }
