@@ -5,8 +5,10 @@
 //! place with `unsafe`.
 
 pub mod clock;
+pub mod emulated;
 pub mod engine;
 pub mod memory;
+pub mod mlx5;
 pub mod quic;
 pub mod random;
 pub mod rpc;

@@ -415,7 +415,7 @@ struct Said(&'static str, DataPath, std::sync::mpsc::Receiver<EngineEvent>);
 
 impl Engine for Said {
     fn caps(&self) -> Caps {
-        Caps { name: self.0, path: self.1, emulated: true }
+        Caps { name: self.0, path: self.1, emulated: true, rails: 1 }
     }
     fn register(&mut self, _: &Arc<Region>) -> Result<()> {
         Ok(())

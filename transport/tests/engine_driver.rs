@@ -30,7 +30,7 @@ const SLOW_BYTES: u64 = 8192;
 
 impl Engine for Toy {
     fn caps(&self) -> Caps {
-        Caps { name: "toy", path: DataPath::ReceiverCopies, emulated: true }
+        Caps { name: "toy", path: DataPath::ReceiverCopies, emulated: true, rails: 1 }
     }
     fn register(&mut self, region: &Arc<Region>) -> Result<()> {
         self.said.send("register").unwrap();

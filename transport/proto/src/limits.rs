@@ -22,6 +22,8 @@ pub const LIST_MAX: usize = 64;
 pub const ADDRESS_BYTES_MAX: usize = 256;
 /// Longest connection blob of an engine.
 pub const BLOB_BYTES_MAX: usize = 4 << 10;
+/// Longest message of one engine to another over their link.
+pub const ENGINE_MESSAGE_BYTES_MAX: usize = 16 << 10;
 /// Most blocks in one room.
 pub const BLOCKS_PER_ROOM_MAX: u32 = 1 << 19;
 /// Most layers in one model.

@@ -460,7 +460,7 @@ impl AutoEngine {
 impl Engine for AutoEngine {
     fn caps(&self) -> Caps {
         let emulated = self.engines.iter().any(|e| e.caps().emulated);
-        Caps { name: NAME, path: self.engines[0].caps().path, emulated }
+        Caps { name: NAME, path: self.engines[0].caps().path, emulated, rails: 1 }
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<()> {
@@ -505,6 +505,8 @@ impl Engine for AutoEngine {
             }
             Command::Open(grant) => self.open(now, grant),
             Command::Fence { grant, how } => self.fence(now, grant, how),
+            // None of its engines writes into the receiver's pages.
+            Command::Told { .. } | Command::Grant(_) => {}
             Command::Post(ref post) => {
                 let engine = self.of(post.link);
                 self.engines[engine].command(now, command);

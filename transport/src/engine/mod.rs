@@ -39,6 +39,8 @@ pub struct Caps {
     pub path: DataPath,
     /// A test device: its figures mean nothing.
     pub emulated: bool,
+    /// Separate paths that its lanes are spread over: lane `n` is on rail `n % rails`.
+    pub rails: u16,
 }
 
 /// A grant as the receiver's engine needs it.
@@ -76,6 +78,20 @@ pub struct Post {
     pub pages: PartPages,
 }
 
+/// A grant as the sender's engine needs it, where that writes the receiver's pages itself.
+#[derive(Clone, Debug)]
+pub struct SendGrant {
+    /// The link.
+    pub link: LinkId,
+    /// Its number.
+    pub grant: GrantId,
+    /// The lanes lent to it. It is posted on their connections of this moment only: the next
+    /// connection of a lane may be another grant's.
+    pub lanes: Vec<LaneId>,
+    /// Where each part goes, by the receiver's addresses.
+    pub plan: Arc<Plan>,
+}
+
 /// What an engine is told.
 #[derive(Debug)]
 pub enum Command {
@@ -100,6 +116,14 @@ pub enum Command {
         /// The receiver's pages, where this side's engine writes them itself.
         maps: Vec<PoolMap>,
     },
+    /// What the peer's engine said ([`EngineEvent::Tell`]), in its order. May come before
+    /// [`Command::Connect`], never before [`Command::Listen`].
+    Told {
+        /// The link.
+        link: LinkId,
+        /// Its words.
+        message: Vec<u8>,
+    },
     /// The link is over: lanes close, imports are given up, posts end, grants stay closed to it.
     Close {
         /// The link.
@@ -115,6 +139,8 @@ pub enum Command {
         /// How.
         how: FenceHow,
     },
+    /// Sender, one-sided only: a grant that parts will be posted under.
+    Grant(SendGrant),
     /// Sender: one part.
     Post(Post),
     /// Sender: give up a lane's connection, because nothing moves on it; [`EngineEvent::LaneDown`]
@@ -144,6 +170,14 @@ pub enum EngineEvent {
         link: LinkId,
         /// For the peer's [`Command::Connect`], or why there is none.
         blob: Result<Vec<u8>>,
+    },
+    /// For the peer's engine, over the link: at most [`kvlane_proto::limits::ENGINE_MESSAGE_BYTES_MAX`]
+    /// bytes. Order is kept; nothing is lost as long as the link lives.
+    Tell {
+        /// The link.
+        link: LinkId,
+        /// Its words.
+        message: Vec<u8>,
     },
     /// Engine `auto`: the link's lanes, from the next that comes up on, are of this engine.
     Chosen {

@@ -493,7 +493,7 @@ fn sweep(directory: &Path) {
 
 impl Engine for ShmEngine {
     fn caps(&self) -> Caps {
-        Caps { name: "shm", path: DataPath::ReceiverCopies, emulated: false }
+        Caps { name: "shm", path: DataPath::ReceiverCopies, emulated: false, rails: 1 }
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<()> {
@@ -538,6 +538,8 @@ impl Engine for ShmEngine {
             Command::Fence { grant, how } => {
                 self.outbox.push(EngineEvent::Fenced(self.pens.fence(grant, how)));
             }
+            // The receiver writes its own pages, and engines speak over their connections.
+            Command::Told { .. } | Command::Grant(_) => {}
             Command::Post(post) => {
                 if let Err(e) = self.post(&post) {
                     self.outbox.push(nacked(&post, &e));

@@ -470,7 +470,7 @@ fn refused(why: &'static str) {
 
 impl Engine for TcpEngine {
     fn caps(&self) -> Caps {
-        Caps { name: "tcp", path: DataPath::ReceiverCopies, emulated: false }
+        Caps { name: "tcp", path: DataPath::ReceiverCopies, emulated: false, rails: 1 }
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<()> {
@@ -502,6 +502,8 @@ impl Engine for TcpEngine {
             Command::Fence { grant, how } => {
                 self.outbox.push(EngineEvent::Fenced(self.pens.fence(grant, how)));
             }
+            // The receiver writes its own pages, and engines speak over their connections.
+            Command::Told { .. } | Command::Grant(_) => {}
             Command::Post(post) => {
                 if let Err(e) = self.post(&post) {
                     self.outbox.push(nacked(&post, &e));

@@ -1,0 +1,1 @@
+//! Faults that an emulated NIC makes on demand.
