@@ -13,6 +13,11 @@ const RESPONSE_ERROR: u8 = 14;
 const INVALID: u8 = 15;
 /// Last byte of a slot that nobody has written yet: invalid, and the owner bit of the second pass.
 const UNWRITTEN: u32 = (INVALID as u32) << 4 | 1;
+/// Width of a queue pair's number, and of the count of completions consumed.
+const MASK_24: u32 = 0xff_ffff;
+
+/// What asks for an event. The NIC takes it away (stores 0) with the event that it sends.
+pub const ARMED: u32 = 1_u32.to_be();
 
 /// A completion as eight words of memory. The last word holds the owner bit: it is stored last.
 pub type Words = [u64; 8];
@@ -118,7 +123,7 @@ pub fn encode(completion: &Completion, owner: bool) -> Words {
     };
     // The NIC also tells which operation it was. Nobody here asks, and nearly all are writes.
     let operation = if matches!(opcode, REQUEST | REQUEST_ERROR) { WRITE } else { 0 };
-    let whose = u32::from(operation) << 24 | completion.queue_pair & 0xff_ffff;
+    let whose = u32::from(operation) << 24 | completion.queue_pair & MASK_24;
     let last = u32::from(opcode) << 4 | u32::from(owner);
     [
         0,
@@ -156,5 +161,16 @@ pub fn decode(words: &Words) -> Result<Completion, u8> {
         RESPONSE_ERROR => What::ReceiveFailed(fault),
         other => return Err(other),
     };
-    Ok(Completion { queue_pair: whose & 0xff_ffff, index: (last >> 16) as u16, what })
+    Ok(Completion { queue_pair: whose & MASK_24, index: (last >> 16) as u16, what })
+}
+
+/// How many completions were consumed, modulo 2^24, as four bytes of memory.
+#[inline]
+pub fn consumed(next: u64) -> u32 {
+    (next as u32 & MASK_24).to_be()
+}
+/// The count in such a half, modulo 2^24.
+#[inline]
+pub fn consumed_count(half: u32) -> u32 {
+    u32::from_be(half) & MASK_24
 }
