@@ -91,7 +91,7 @@ pub struct Hca {
     /// Destroyed pairs in which something may still land: the NIC is asked again and again.
     dying: Vec<QueuePair>,
     /// Words that a queue pair of the other side may write: kept as long as the key.
-    words: Vec<(Key, Arc<Words>)>,
+    words: Vec<(Domain, Key, Arc<Words>)>,
 }
 
 impl Hca {
@@ -157,6 +157,7 @@ impl Hca {
     /// As [`Hca::domain`].
     pub fn drop_domain(&mut self, domain: Domain) -> Result<()> {
         self.call(&Request::DropDomain { domain: domain.0.into() }, &[])?;
+        self.words.retain(|(of, ..)| *of != domain);
         Ok(())
     }
     /// Registers memory. Only memory with a descriptor can be, and for [`Rights::RemoteWrite`] only
@@ -199,7 +200,7 @@ impl Hca {
         }
         let answer = self.call(&request, &[words.fd()])?;
         let key = Key(answer.values[0] as u32);
-        self.words.push((key, words.clone()));
+        self.words.push((domain, key, words.clone()));
         Ok((key, address))
     }
     /// Takes a key back: no entry that names it is executed any more. What has been taken by a queue
@@ -209,7 +210,7 @@ impl Hca {
     /// As [`Hca::domain`].
     pub fn deregister(&mut self, key: Key) -> Result<()> {
         self.call(&Request::Deregister { key: key.0.into() }, &[])?;
-        self.words.retain(|(of, _)| *of != key);
+        self.words.retain(|(_, of, _)| *of != key);
         Ok(())
     }
     /// Makes a queue pair with room for so many entries and receives (powers of two).
