@@ -445,9 +445,17 @@ impl Wire<'_> {
     ) -> io::Result<(Answer, Vec<OwnedFd>)> {
         let deadline = Instant::now() + ANSWER;
         let request = request.encode(self.serial);
-        self.until(deadline, false, |socket| socket.send(&request, fds))?;
+        let sent = self.until(deadline, false, |socket| socket.send(&request, fds));
         let (mut bytes, mut fds) = (vec![0; ANSWER_BYTES_MAX], Vec::new());
-        let n = self.until(deadline, true, |socket| socket.receive(&mut bytes, &mut fds))?;
+        let mut receive =
+            |wire: &mut Self| wire.until(deadline, true, |s| s.receive(&mut bytes, &mut fds));
+        let n = match (sent, receive(self)) {
+            (Ok(()), Ok(n)) => n,
+            // A NIC that hangs up has mostly said why; the words are behind the error.
+            (Ok(()), Err(e)) if e.kind() == io::ErrorKind::ConnectionReset => receive(self)?,
+            (Err(_), Ok(n)) if n > 0 => n,
+            (Err(e), _) | (_, Err(e)) => return Err(e),
+        };
         let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
         if n == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -455,7 +463,8 @@ impl Wire<'_> {
         let (serial, answer) =
             Answer::decode(bytes.get(..n).unwrap_or_default()).map_err(invalid)?;
         if serial != self.serial {
-            // It gives none up, so another's answer is a broken NIC; a refusal at the door has none.
+            // No request is ever given up, so another's answer is a broken NIC; a refusal at the
+            // door has no number.
             if serial != 0 || answer.status == Status::Done {
                 return Err(invalid(format!("answer {serial} to request {}", self.serial)));
             }
