@@ -36,10 +36,38 @@ pub(crate) struct Session {
     /// What the sender was told of the receiver's pools.
     pub(crate) maps: Arc<[Arc<PoolMap>]>,
     pub(crate) pools: Arc<[Layout]>,
-    seen: [u64; 2],
+    pub(crate) seen: [u64; 2],
 }
 
 impl Session {
+    /// Of this decode and this prefill, which is this node; not open yet.
+    pub(crate) fn new(
+        d: usize,
+        p: usize,
+        pn: usize,
+        inc: [u32; 2],
+        kind: Kind,
+        mems: [usize; 2],
+    ) -> Self {
+        Self {
+            d,
+            p,
+            pn,
+            inc,
+            kind,
+            link: [None, None],
+            opening: true,
+            open: [false; 2],
+            up: [false; 2],
+            connected: [false; 2],
+            engine_open: [false; 2],
+            lanes: Vec::new(),
+            mems,
+            maps: [].into(),
+            pools: [].into(),
+            seen: [0; 2],
+        }
+    }
     pub(crate) fn node(&self, side: usize) -> usize {
         if side == 0 { self.d } else { self.pn }
     }
@@ -89,24 +117,9 @@ impl World {
             Kind::OneSided,
         ]);
         let sid = self.sessions.len();
-        self.sessions.push(Session {
-            d,
-            p: peer,
-            pn,
-            inc: [self.hosts[d].inc, self.hosts[pn].inc],
-            kind,
-            link: [None, None],
-            opening: true,
-            open: [false; 2],
-            up: [false; 2],
-            connected: [false; 2],
-            engine_open: [false; 2],
-            lanes: Vec::new(),
-            mems: [self.d[d].mem, self.p[peer].mem],
-            maps: [].into(),
-            pools: [].into(),
-            seen: [0; 2],
-        });
+        let inc = [self.hosts[d].inc, self.hosts[pn].inc];
+        let mems = [self.d[d].mem, self.p[peer].mem];
+        self.sessions.push(Session::new(d, peer, pn, inc, kind, mems));
         let at = self.delay();
         self.push(at, None, Ev::Open { sid });
     }
