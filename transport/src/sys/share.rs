@@ -9,7 +9,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::copy::prefetch_line;
 
@@ -116,6 +116,16 @@ impl Words {
         // SAFETY: `len` words of 8 bytes are mapped, at a page's start, as long as `self` lives, and
         // cannot be shortened. Atomics are the one kind of reference that bears other writers.
         unsafe { std::slice::from_raw_parts(self.address as *const AtomicU64, self.len) }
+    }
+    /// Half of a word, the one first in memory or the other, if there are so many: for two halves
+    /// that have different writers. A word is used either whole or by its halves, never both ways:
+    /// the order between accesses of two sizes is not defined.
+    pub fn half(&self, index: usize, second: bool) -> Option<&AtomicU32> {
+        let word = self.words().get(index)?.as_ptr().cast::<AtomicU32>();
+        // SAFETY: both halves lie in the word, which is mapped and aligned as long as `self` lives;
+        // atomics bear other writers. Each place is used with one size only, as said above: the
+        // layouts built on these words say which are halves.
+        Some(unsafe { &*word.add(usize::from(second)) })
     }
     /// Asks for the line of a word that is read soon.
     pub fn prefetch(&self, index: usize) {
