@@ -1,5 +1,5 @@
 //! The simulator's one-sided engine by itself, without machines: it is held to the rules of every
-//! one-sided engine (`one_sided.rs`), so that what the machines prove here is about engines that
+//! one-sided engine (`one_sided_rules`), so that what the machines prove here is about engines that
 //! exist.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use kvlane_proto::{BlockList, GrantId, LaneId, LinkId, PartId, RoomId};
 
 use crate::engines::Kind;
 use crate::network::Session;
-use crate::one_sided::{Bed, Said, run};
+use crate::one_sided_rules::{Bed, Said, run};
 use crate::pools::{Block, Ids, Memory, addresses, is_rows};
 use crate::world::{DEvent, Ev, PEvent, SECOND, World};
 

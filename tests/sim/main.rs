@@ -14,8 +14,8 @@ mod coverage;
 mod engines;
 mod invariants;
 mod network;
-#[path = "../../transport/tests/engine_conformance/one_sided.rs"]
-mod one_sided;
+#[path = "../../transport/tests/one_sided_rules/mod.rs"]
+mod one_sided_rules;
 mod pools;
 mod rng;
 mod serving;
