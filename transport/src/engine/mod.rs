@@ -14,6 +14,7 @@
 pub mod auto;
 pub mod driver;
 pub mod fence;
+pub mod gpunetio;
 mod pen;
 mod redial;
 mod refusals;
