@@ -4,7 +4,8 @@
 //! addresses checked against what is mapped ([`Import::at`]). Invariants: a peer's descriptor is
 //! mapped only if it is memory of the kernel's own tmpfs that nobody can shorten, at least as long
 //! as asked, so that no access to the mapping can be a SIGBUS (huge pages are refused: a hole in
-//! those can be one); imports are read-only; nothing is made a reference to but atomics.
+//! those can be one); imports are read-only, those of an emulated NIC aside; nothing is made a
+//! reference to but atomics.
 #![allow(unsafe_code)] // mmap(2) of descriptors, fstat(2), fcntl(2), atomics in shared memory.
 
 use std::io;
@@ -131,6 +132,10 @@ impl Words {
     pub fn prefetch(&self, index: usize) {
         prefetch_line(self.address.wrapping_add(index as u64 * 8));
     }
+    /// Their first address.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
     /// The descriptor, for a peer.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -163,6 +168,13 @@ impl ReadWords {
     }
 }
 
+/// Whether those who are given a descriptor can write the memory.
+pub fn is_open_to_writers(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: plain call.
+    let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+    seals >= 0 && seals & (libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_WRITE) == 0
+}
+
 /// Fixes the length of a memfd that is mapped already, and the seals themselves. With `own`, nobody
 /// can write it but through mappings that exist.
 ///
@@ -184,11 +196,12 @@ pub(super) fn seal(fd: BorrowedFd<'_>, own: bool) -> io::Result<()> {
     add(length)
 }
 
-/// A read-only mapping of a peer's memory.
+/// A mapping of a peer's memory; read-only, unless it was asked for otherwise.
 #[derive(Debug)]
 pub struct Import {
     address: u64,
     bytes: u64,
+    writable: bool,
     identity: Identity,
     fd: OwnedFd,
 }
@@ -199,8 +212,22 @@ impl Import {
     /// # Errors
     /// What is wrong with the descriptor, or what mmap said.
     pub fn map(fd: OwnedFd, bytes: u64) -> io::Result<Self> {
+        Self::map_as(fd, bytes, false)
+    }
+    /// The same, to write as well: for a NIC, never for an engine.
+    ///
+    /// # Errors
+    /// As [`Import::map`]; [`io::ErrorKind::PermissionDenied`] if the descriptor is sealed against it.
+    pub fn map_writable(fd: OwnedFd, bytes: u64) -> io::Result<Self> {
+        Self::map_as(fd, bytes, true)
+    }
+    fn map_as(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<Self> {
         let identity = check(fd.as_fd(), bytes)?;
-        Ok(Self { address: mapped(fd.as_fd(), bytes, false)?, bytes, identity, fd })
+        Ok(Self { address: mapped(fd.as_fd(), bytes, writable)?, bytes, writable, identity, fd })
+    }
+    /// Length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
     /// Whether a descriptor is of the same memory, all of it mapped here.
     pub fn is_of(&self, fd: BorrowedFd<'_>, bytes: u64) -> bool {
@@ -210,6 +237,10 @@ impl Import {
     pub(super) fn at(&self, offset: u64, bytes: u64) -> Option<u64> {
         let end = offset.checked_add(bytes)?;
         (end <= self.bytes).then(|| self.address + offset)
+    }
+    /// The address of a range, if it lies inside and may be written.
+    pub(super) fn at_for_writing(&self, offset: u64, bytes: u64) -> Option<u64> {
+        self.at(offset, bytes).filter(|_| self.writable)
     }
     /// Makes present pages ready, so that the first copy does not pay for it. Holes stay holes.
     /// Only speed depends on it, so nothing is refused.
