@@ -58,9 +58,17 @@ impl Leaving {
         self.pair.completions.consumed();
         self.flushed
     }
-    /// Destroys it: its memory, and what its entries name, is not used any more.
-    pub(super) fn end(self, hca: &mut Hca) -> Result<(), Refusal> {
-        hca.destroy(self.pair).map_err(|e| failed(hca, &e))
+    /// Destroys it: its memory, and what its entries name, is not used any more. Comes back as long as
+    /// the NIC says that it is not so far.
+    pub(super) fn end(mut self, hca: &mut Hca) -> Result<Option<Self>, Refusal> {
+        match hca.try_destroy(self.pair) {
+            Ok(None) => Ok(None),
+            Ok(Some(pair)) => {
+                self.pair = pair;
+                Ok(Some(self))
+            }
+            Err(e) => Err(failed(hca, &e)),
+        }
     }
     /// Asks for an event; says whether there is something already.
     pub(super) fn arm(&mut self) -> bool {

@@ -400,7 +400,11 @@ impl Inbound {
         if let State::Leaving { leaving, about } = std::mem::replace(&mut self.state, State::Empty)
         {
             match leaving.end(&mut turn.rails[about.rail].hca) {
-                Ok(()) => end(turn, about, &Ok(())),
+                Ok(Some(leaving)) => {
+                    self.state = State::Leaving { leaving, about };
+                    return moved;
+                }
+                Ok(None) => end(turn, about, &Ok(())),
                 Err(lost) => lose(turn, about, &lost),
             }
         }
@@ -458,6 +462,7 @@ impl Inbound {
             let entry = encode(pair.sends.next() as u16, pair.number, &what);
             if pair.sends.push(&entry) {
                 pair.sends.ring();
+                turn.rails[about.rail].hca.kick();
                 (about.told, about.telling) = (about.taken, true);
             }
         }

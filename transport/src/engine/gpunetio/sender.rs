@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use kvlane_proto::plan::writes;
 use kvlane_proto::{
@@ -22,7 +23,7 @@ use super::post::{Poster, Rest, Unknown, immediate};
 use super::rail::{Access, Rail};
 use super::wire::Message;
 use super::{RECEIVES, Settings, tell};
-use crate::emulated::client::{Key, Peer, QueuePair, Rights};
+use crate::emulated::client::{Key, Peer, QueuePair};
 use crate::engine::EngineEvent;
 use crate::engine::redial::Jitter;
 use crate::engine::refusals::takes;
@@ -30,9 +31,8 @@ use crate::memory::Region;
 use crate::mlx5::completion::What;
 use crate::mlx5::entry::encode;
 use crate::mlx5::{Completion, Decoded, Operation};
+use crate::sys::share::Words;
 
-/// Length of the memory that holds the receiver's count.
-const CREDIT_BYTES: u64 = 4096;
 /// How often the receiver's count is looked at, if nothing else wakes the engine: nothing announces it.
 const CREDIT_LOOK_MS: u64 = 1;
 
@@ -71,8 +71,9 @@ struct Flight {
 /// Immediates that may be under way.
 struct Credit {
     /// Where the receiver writes how many it has taken.
-    word: Arc<Region>,
+    word: Arc<Words>,
     key: Key,
+    address: u64,
     sent: u64,
     /// As read last.
     taken: u64,
@@ -84,11 +85,8 @@ impl Credit {
         if self.sent - self.taken < u64::from(receives) {
             return Ok(true);
         }
-        let mut bytes = [0; 8];
-        self.word.memory().read_at(0, &mut bytes).map_err(|e| {
-            Error::new(ErrorKind::Internal, "the word of credit cannot be read").caused_by(e)
-        })?;
-        let taken = u64::from_ne_bytes(bytes);
+        let word = self.word.words().first();
+        let taken = word.map_or(0, |word| word.load(Ordering::Acquire));
         if taken < self.taken || taken > self.sent {
             return Err(Error::new(
                 ErrorKind::Malformed,
@@ -378,7 +376,7 @@ impl Outbound {
                     epoch: self.epoch,
                     guid: about.guid,
                     end: Peer { number: pair.number, sequence: pair.sequence },
-                    credit: (credit.word.address(), credit.key),
+                    credit: (credit.address, credit.key),
                 };
                 tell(turn.events, self.link, &message);
                 let deadline = turn.now.plus_ms(limits::HANDSHAKE_MS);
@@ -396,10 +394,12 @@ impl Outbound {
     fn make(&self, turn: &mut Turn<'_>) -> Result<(QueuePair, Credit)> {
         let Some(access) = turn.access else { return Err(turn.rail.lost().into()) };
         let hca = &mut turn.rail.hca;
-        let word = Region::for_nic(CREDIT_BYTES)?;
-        let key = hca.register(access.domain, &word, Rights::RemoteWrite)?;
+        let word = Arc::new(Words::new(1, false).map_err(|e| {
+            Error::new(ErrorKind::Memory, "no shared memory for a lane's credit").caused_by(e)
+        })?);
+        let (key, address) = hca.register_words(access.domain, &word)?;
         match hca.queue_pair(access.domain, turn.settings.entries, RECEIVES) {
-            Ok(pair) => Ok((pair, Credit { word, key, sent: 0, taken: 0 })),
+            Ok(pair) => Ok((pair, Credit { word, key, address, sent: 0, taken: 0 })),
             Err(e) => {
                 let _ = hca.deregister(key);
                 Err(e)
@@ -420,7 +420,11 @@ impl Outbound {
         let State::Leaving { leaving, credit, held } = state else { return false };
         let hca = &mut turn.rail.hca;
         match leaving.end(hca) {
-            Ok(()) => {
+            Ok(Some(leaving)) => {
+                self.state = State::Leaving { leaving, credit, held };
+                return false;
+            }
+            Ok(None) => {
                 if let Err(e) = hca.deregister(credit.key) {
                     turn.events.push(EngineEvent::Trouble(e));
                 }
@@ -565,6 +569,7 @@ impl Outbound {
         let moved = pair.sends.next() != before;
         if moved {
             pair.sends.ring();
+            turn.rail.hca.kick();
         }
         Ok(moved)
     }
