@@ -44,6 +44,7 @@ use kvlane_proto::{
 
 use self::grants::{Fence, Grants};
 use self::keys::Keys;
+use self::pair::Leaving;
 use self::rail::{Access, Rail};
 use self::receiver::{Ended, Inbound, Invitation};
 use self::sender::{Outbound, Task};
@@ -72,6 +73,8 @@ const CREDIT: u32 = 32;
 const RECEIVES: u32 = 2 * CREDIT;
 /// How often lanes that nothing is expected of are looked at, and NICs asked whether they live.
 const LOOK_ROUND_NS: u64 = 100_000;
+/// How long an engine that ends waits for its NICs.
+const LAST_FLUSH_MS: u64 = 1_000;
 
 /// Settings of the engine.
 #[derive(Clone, Debug)]
@@ -445,7 +448,7 @@ impl GpunetioEngine {
         lane.post(*bound, Task { grant: post.grant, part: post.part, source, destination })
     }
 
-    /// Stops a grant; whether there is nothing to wait for.
+    /// Stops a grant; [`GpunetioEngine::quiesces`] answers.
     fn quiesce(&mut self, now: Time, id: LinkId, grant: GrantId) {
         if let Some(Link { side: Side::Sender { lanes, grants, .. }, .. }) = self.links.get_mut(&id)
         {
@@ -957,20 +960,34 @@ impl GpunetioEngine {
 }
 
 impl Drop for GpunetioEngine {
-    /// Takes every queue pair down, so that nothing lands any more when it is over.
+    /// Takes every queue pair down, so that nothing lands any more when it is over. Of a NIC that hangs
+    /// that cannot be known.
     fn drop(&mut self) {
+        let mut leaving = Vec::new();
         for (_, link) in std::mem::take(&mut self.links) {
             match link.side {
                 Side::Sender { lanes, .. } => {
                     for (n, lane) in lanes.into_iter().enumerate() {
                         let rail = n % self.rails.len();
-                        lane.end(&mut self.rails[rail]);
+                        leaving.extend(lane.end(&mut self.rails[rail]).map(|left| (rail, left)));
                     }
                 }
                 Side::Receiver { lanes } => {
-                    lanes.into_iter().for_each(|lane| lane.end(&mut self.rails));
+                    leaving.extend(lanes.into_iter().filter_map(|l| l.end(&mut self.rails)));
                 }
             }
+        }
+        let deadline = now().plus_ms(LAST_FLUSH_MS);
+        while !leaving.is_empty() && now() < deadline {
+            let each = leaving.drain(..).filter_map(|(rail, mut left): (usize, Leaving)| {
+                if !left.is_flushed(|_| {}) {
+                    return Some((rail, left));
+                }
+                let hca = &mut self.rails[rail].hca;
+                left.end(hca).ok().flatten().map(|left| (rail, left))
+            });
+            leaving = each.collect();
+            std::thread::yield_now();
         }
     }
 }

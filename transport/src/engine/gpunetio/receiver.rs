@@ -262,6 +262,7 @@ impl Inbound {
             self.say_broken(turn, why);
         }
         lose(turn, about, why);
+        self.answer(turn);
     }
     fn report(&self, turn: &mut Turn<'_>, why: &Refusal) {
         if !turn.over {
@@ -468,15 +469,15 @@ impl Inbound {
         }
         Ok(true)
     }
-    /// The engine ends: the NIC is told, and waited for.
-    pub(super) fn end(self, rails: &mut [Rail]) {
+    /// The engine ends.
+    pub(super) fn end(self, rails: &mut [Rail]) -> Option<(usize, Leaving)> {
         match self.state {
             State::Paired { pair, about, .. } | State::Up { pair, about } => {
-                let hca = &mut rails[about.rail].hca;
-                let _ = hca.error(&pair).and_then(|()| hca.destroy(pair));
+                let leaving = Leaving::begin(&mut rails[about.rail].hca, pair).ok()?;
+                Some((about.rail, leaving))
             }
-            State::Leaving { leaving, about } => leaving.lose(&mut rails[about.rail].hca),
-            State::Empty => {}
+            State::Leaving { leaving, about } => Some((about.rail, leaving)),
+            State::Empty => None,
         }
     }
 }

@@ -68,6 +68,15 @@ struct Flight {
     dropped: bool,
 }
 
+/// A part that is being posted.
+struct Current {
+    task: Task,
+    /// Index of its first entry, without wrap.
+    first: u64,
+    /// Nothing more of it is posted.
+    stopped: bool,
+}
+
 /// Immediates that may be under way.
 struct Credit {
     /// Where the receiver writes how many it has taken.
@@ -126,8 +135,8 @@ pub(super) struct Outbound {
     /// This outage has been reported.
     reported: bool,
     queue: VecDeque<Task>,
-    /// Partly in the ring; with `true`, nothing more of it is posted.
-    current: Option<(Task, bool)>,
+    /// Partly in the ring.
+    current: Option<Current>,
     /// What is left of `current`.
     rest: Rest,
     /// In the ring, in order.
@@ -173,10 +182,8 @@ impl Outbound {
     /// Posts nothing more for a grant.
     pub(super) fn stop(&mut self, grant: GrantId) {
         self.queue.retain(|task| task.grant != grant);
-        if let Some((task, stopped)) = &mut self.current
-            && task.grant == grant
-        {
-            *stopped = true;
+        if let Some(current) = self.current.as_mut().filter(|c| c.task.grant == grant) {
+            current.stopped = true;
             self.rest.clear();
         }
     }
@@ -185,7 +192,7 @@ impl Outbound {
             State::Leaving { held, .. } | State::Dead { held, .. } => held,
             _ => &[],
         };
-        let current = self.current.iter().map(|(task, _)| task);
+        let current = self.current.iter().map(|current| &current.task);
         held.iter().chain(&self.flights).map(|f| &f.task).chain(current)
     }
     /// Whether entries of a grant may still be read or land.
@@ -283,7 +290,7 @@ impl Outbound {
         self.queue.clear();
         self.rest.clear();
         let current = self.current.take();
-        let current = current.map(|(task, _)| Flight { task, last: 0, dropped: true });
+        let current = current.map(|c| Flight { task: c.task, last: 0, dropped: true });
         self.flights.drain(..).chain(current).collect()
     }
 
@@ -327,6 +334,11 @@ impl Outbound {
     pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
         let moved = match &mut self.state {
             State::Waiting { until } if turn.over || turn.now < *until => return false,
+            State::Waiting { .. } if turn.access.is_none() => {
+                let why = turn.rail.lost();
+                self.die(turn, &why);
+                return true;
+            }
             State::Waiting { .. } => self.pair(turn),
             State::Pairing { deadline, .. } if turn.now < *deadline => return false,
             State::Pairing { .. } => Err(Error::new(
@@ -472,100 +484,19 @@ impl Outbound {
             _ => None,
         };
         let flight = self.flights.iter().find(|f| Some(f.last) >= index).map(|f| &f.task);
-        let task = index.and(flight.or(self.current.as_ref().map(|(task, _)| task)));
+        let task = index.and(flight.or(self.current.as_ref().map(|current| &current.task)));
         Err(fault(&scene, &bad, task).to_refusal())
     }
 
     /// Posts what there is room and credit for.
     fn fill(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
-        let State::Up { pair, credit, receives, .. } = &mut self.state else { return Ok(false) };
-        if self.current.is_none() && self.queue.is_empty() {
-            return Ok(false);
-        }
-        let Some(access) = turn.access else { return Ok(false) };
-        let before = pair.sends.next();
-        let (link, lane) = (self.link, self.lane);
-        let nack = |task: &Task, why: Error| EngineEvent::Nacked {
-            link,
-            grant: task.grant,
-            part: task.part,
-            lane,
-            why: why.with("grant", task.grant).with("part", task.part.0).to_refusal(),
+        let next = |lane: &Self| match &lane.state {
+            State::Up { pair, .. } if pair.sends.free() > 0 => Some(pair.sends.next()),
+            _ => None,
         };
-        while pair.sends.free() > 0 {
-            let mut poster = Poster {
-                sends: &mut pair.sends,
-                local: access.keys().look(),
-                remote: turn.remote.look(),
-                signal_mask: u64::from(turn.settings.entries / 4 - 1),
-            };
-            let Some((task, stopped)) = self.current.take() else {
-                if self.queue.is_empty()
-                    || !credit
-                        .has_one(*receives)
-                        .map_err(|e| e.with("peer", turn.peer).to_refusal())?
-                {
-                    break;
-                }
-                let Some(task) = self.queue.pop_front() else { break };
-                let begin = poster.sends.next();
-                let number = immediate(task.grant, task.part);
-                let pages = writes(&task.source, &task.destination);
-                let stopped = match poster.part(pages, number, &mut self.rest) {
-                    Ok(0) => {
-                        let why = "the part's pages are not those of the grant's plan";
-                        let why = Error::new(ErrorKind::InvalidPlan, why)
-                            .hint("both sides must have the same layouts and cut the same parts");
-                        turn.events.push(nack(&task, why));
-                        true
-                    }
-                    Ok(_) => false,
-                    Err(unknown) => {
-                        let why = no_key(&unknown, access.keys(), turn.remote);
-                        turn.events.push(nack(&task, why));
-                        self.rest.clear();
-                        true
-                    }
-                };
-                if poster.sends.next() == begin {
-                    continue;
-                }
-                if stopped || !self.rest.is_empty() {
-                    self.current = Some((task, stopped));
-                } else {
-                    metrics::counter!("kvlane_gpunetio_sent_bytes_total")
-                        .increment(task.source.bytes());
-                    credit.sent += 1;
-                    let last = pair.sends.next() - 1;
-                    self.flights.push_back(Flight { task, last, dropped: false });
-                }
-                continue;
-            };
-            let mut stopped = stopped;
-            if !stopped
-                && let Err(unknown) = poster.rest(immediate(task.grant, task.part), &mut self.rest)
-            {
-                turn.events.push(nack(&task, no_key(&unknown, access.keys(), turn.remote)));
-                self.rest.clear();
-                stopped = true;
-            } else if !stopped && !self.rest.is_empty() {
-                self.current = Some((task, false));
-                break;
-            }
-            let next = pair.sends.next();
-            if stopped {
-                // So that its entries are known to have completed.
-                let nop = Decoded { operation: Operation::Nop, signalled: true, fence: false };
-                if !pair.sends.push(&encode(next as u16, pair.number, &nop)) {
-                    self.current = Some((task, true));
-                    break;
-                }
-                self.flights.push_back(Flight { task, last: next, dropped: true });
-            } else {
-                credit.sent += 1;
-                self.flights.push_back(Flight { task, last: next - 1, dropped: false });
-            }
-        }
+        let Some(before) = next(self) else { return Ok(false) };
+        while next(self).is_some() && self.advance(turn)? {}
+        let State::Up { pair, .. } = &mut self.state else { return Ok(false) };
         let moved = pair.sends.next() != before;
         if moved {
             pair.sends.ring();
@@ -573,14 +504,80 @@ impl Outbound {
         }
         Ok(moved)
     }
-    /// The engine ends: the NIC is told, and waited for.
-    pub(super) fn end(self, rail: &mut Rail) {
+    /// Posts of one part what there is room for; says whether there may be room for more.
+    fn advance(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+        let State::Up { pair, credit, receives, .. } = &mut self.state else { return Ok(false) };
+        let Some(access) = turn.access else { return Ok(false) };
+        let mut poster = Poster {
+            sends: &mut pair.sends,
+            local: access.keys().look(),
+            remote: turn.remote.look(),
+            signal_mask: u64::from(turn.settings.entries / 4 - 1),
+        };
+        let number = |task: &Task| immediate(task.grant, task.part);
+        let (mut current, posted) = match self.current.take() {
+            Some(current) if current.stopped => (current, Ok(())),
+            Some(current) => {
+                let posted = poster.rest(number(&current.task), &mut self.rest);
+                (current, posted.map_err(|unknown| no_key(&unknown, access.keys(), turn.remote)))
+            }
+            None if self.queue.is_empty() => return Ok(false),
+            None => {
+                let has_credit = credit.has_one(*receives);
+                if !has_credit.map_err(|e| e.with("peer", turn.peer).to_refusal())? {
+                    return Ok(false);
+                }
+                let Some(task) = self.queue.pop_front() else { return Ok(false) };
+                let first = poster.sends.next();
+                let pages = writes(&task.source, &task.destination);
+                let posted = match poster.part(pages, number(&task), &mut self.rest) {
+                    Ok(0) => Err(other_pages()),
+                    Ok(_) => Ok(()),
+                    Err(unknown) => Err(no_key(&unknown, access.keys(), turn.remote)),
+                };
+                (Current { task, first, stopped: false }, posted)
+            }
+        };
+        if let Err(why) = posted {
+            let Task { grant, part, .. } = current.task;
+            let why = why.with("grant", grant).with("part", part.0).to_refusal();
+            let (link, lane) = (self.link, self.lane);
+            turn.events.push(EngineEvent::Nacked { link, grant, part, lane, why });
+            self.rest.clear();
+            current.stopped = true;
+        }
+        let next = pair.sends.next();
+        let dropped = current.stopped;
+        if dropped && next == current.first {
+            return Ok(true);
+        }
+        if dropped {
+            // So that its entries are known to have completed.
+            let nop = Decoded { operation: Operation::Nop, signalled: true, fence: false };
+            if !pair.sends.push(&encode(next as u16, pair.number, &nop)) {
+                self.current = Some(current);
+                return Ok(false);
+            }
+        } else if !self.rest.is_empty() {
+            self.current = Some(current);
+            return Ok(false);
+        } else {
+            credit.sent += 1;
+            let bytes = current.task.source.bytes();
+            metrics::counter!("kvlane_gpunetio_sent_bytes_total").increment(bytes);
+        }
+        let last = pair.sends.next() - 1;
+        self.flights.push_back(Flight { task: current.task, last, dropped });
+        Ok(true)
+    }
+    /// The engine ends.
+    pub(super) fn end(self, rail: &mut Rail) -> Option<Leaving> {
         match self.state {
             State::Pairing { pair, .. } | State::Up { pair, .. } => {
-                let _ = rail.hca.error(&pair).and_then(|()| rail.hca.destroy(pair));
+                Leaving::begin(&mut rail.hca, pair).ok()
             }
-            State::Leaving { leaving, .. } => leaving.lose(&mut rail.hca),
-            State::Waiting { .. } | State::Dead { .. } => {}
+            State::Leaving { leaving, .. } => Some(leaving),
+            State::Waiting { .. } | State::Dead { .. } => None,
         }
     }
 }
@@ -604,6 +601,11 @@ fn fault(scene: &Scene<'_>, found: &Result<Completion, u8>, task: Option<&Task>)
         Some(task) => error.with("grant", task.grant).with("part", task.part.0),
         None => error,
     }
+}
+
+fn other_pages() -> Error {
+    Error::new(ErrorKind::InvalidPlan, "the part's pages are not those of the grant's plan")
+        .hint("both sides must have the same layouts and cut the same parts")
 }
 
 fn no_key(unknown: &Unknown, local: &Keys, remote: &Keys) -> Error {
