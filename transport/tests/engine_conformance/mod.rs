@@ -20,6 +20,7 @@ use kvlane_transport::engine::{
 };
 use kvlane_transport::memory::Region;
 
+pub mod nics;
 pub mod one_sided;
 
 pub const CANARY: u8 = 0xc5;

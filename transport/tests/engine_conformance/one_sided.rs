@@ -39,11 +39,11 @@ pub fn until_up(p: &mut Pair, lane: u16) {
     p.until("lane", |p| up(&p.from_tx) && up(&p.from_rx));
 }
 
-fn quiesced(events: &[EngineEvent], grant: u64) -> bool {
+pub fn quiesced(events: &[EngineEvent], grant: u64) -> bool {
     events.iter().any(|e| matches!(e, EngineEvent::Quiesced(q) if q.grant().0 == grant))
 }
 
-fn pools(p: &mut Pair, page_bytes: u32, blocks: u32) -> (Pool, Pool) {
+pub fn pools(p: &mut Pair, page_bytes: u32, blocks: u32) -> (Pool, Pool) {
     let l = layout(page_bytes, 1, KvKind::Mla);
     let (src, dst) = (Pool::new(&l, blocks), Pool::new(&l, blocks));
     src.fill(1);

@@ -241,6 +241,8 @@ impl Inbound {
     }
     /// The NIC of its queue pair is lost.
     pub(super) fn die(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
+        // What arrived before is in place.
+        while matches!(self.take(turn), Ok(true)) {}
         let (was_up, about) = match std::mem::replace(&mut self.state, State::Empty) {
             State::Empty => return,
             State::Paired { pair, about, .. } => {

@@ -246,6 +246,8 @@ impl Outbound {
     }
     /// The NIC is lost, or the peer does not have it.
     pub(super) fn die(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
+        // What completed before is not in doubt.
+        while matches!(self.complete(turn), Ok(true)) {}
         self.report(turn, why);
         let mut held = self.let_go();
         let state = std::mem::replace(&mut self.state, State::Waiting { until: turn.now });
