@@ -81,10 +81,10 @@ pub(crate) struct Worker<S> {
 
 impl<S: Side> Worker<S> {
     pub(crate) fn new(parts: Parts, link: LinkConfig, side: S) -> Self {
-        let Parts { endpoint, engine, caps, inbox, load, fate, alive, .. } = parts;
+        let Parts { config, endpoint, engine, caps, inbox, load, fate, alive, .. } = parts;
         let engine = Rc::new(engine);
         let shell = Shell {
-            links: Links::new(link, engine.clone(), caps),
+            links: Links::new(link, config.pools.maps, engine.clone(), caps),
             calls: Calls::default(),
             engine,
             endpoint,
@@ -151,6 +151,10 @@ impl<S: Side> Worker<S> {
         match event {
             EngineEvent::Local { link, blob } => {
                 let news = self.shell.links.local(now, link, blob);
+                self.shell.news.extend(news);
+            }
+            EngineEvent::Tell { link, message } => {
+                let news = self.shell.links.tell(now, link, message);
                 self.shell.news.extend(news);
             }
             event => self.side.engine(now, &mut self.shell, event),

@@ -11,6 +11,8 @@
 //!    that cannot be reached holds up its own rooms only.
 //! 2. Lanes go only to a room that is first in all its queues, from all of its links at once.
 //! 3. A lane is free, lent or down; `pair_epoch` counts how often it was lent.
+//! 4. A room's lanes are spread over the rails as evenly as those that are free allow: it never
+//!    waits for a rail.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fmt;
@@ -63,7 +65,9 @@ pub(super) struct Link {
     /// The peer's pools.
     pools: Arc<[Layout]>,
     lanes: Vec<Lane>,
+    /// In the order in which they came back.
     free: VecDeque<LaneId>,
+    rails: u16,
 }
 
 #[derive(Clone, Debug)]
@@ -87,12 +91,26 @@ impl Link {
         peer: WorkerKey,
         path: DataPath,
         lanes: u16,
+        rails: u16,
         share: Arc<Share>,
         pools: Arc<[Layout]>,
     ) -> Self {
         let lane = Lane { up: true, borrower: None, pair_epoch: 0 };
         let (lanes, free) = (vec![lane; usize::from(lanes)], (0..lanes).map(LaneId).collect());
-        Self { peer, path, share, pools, lanes, free }
+        Self { peer, path, share, pools, lanes, free, rails: rails.max(1) }
+    }
+    /// Takes free lanes, so many if there are: of the rails that it has fewest of already, the one
+    /// that has been free the longest. A rail without free lanes holds up nobody.
+    fn spread(&mut self, count: u16) -> Vec<LaneId> {
+        let mut taken: Vec<LaneId> = Vec::new();
+        for _ in 0..count {
+            let rail = |id: &LaneId| id.0 % self.rails;
+            let had = |id: &LaneId| taken.iter().filter(|t| rail(t) == rail(id)).count();
+            let next = self.free.iter().enumerate().min_by_key(|(_, id)| had(id));
+            let Some(at) = next.map(|(at, _)| at) else { break };
+            taken.extend(self.free.remove(at));
+        }
+        taken
     }
 }
 
@@ -259,7 +277,7 @@ impl Lanes {
     }
     fn lend(&mut self, link: LinkId, room: RoomId) -> Vec<LaneId> {
         let Some(link) = self.links.get_mut(&link) else { return Vec::new() };
-        let lent: Vec<LaneId> = link.free.drain(..usize::from(self.per_room)).collect();
+        let lent = link.spread(self.per_room);
         for id in &lent {
             let lane = &mut link.lanes[usize::from(id.0)];
             lane.borrower = Some(room);

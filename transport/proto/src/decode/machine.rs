@@ -139,8 +139,8 @@ impl<F> Decode<F> {
                     .blamed(Blame::Decode);
                 self.stop(now, room, why.to_refusal());
             }
-            Event::LinkUp { link, peer, path, lanes, share, pools } => {
-                let up = Link::new(peer, path, lanes, share, pools);
+            Event::LinkUp { link, peer, path, lanes, rails, share, pools } => {
+                let up = Link::new(peer, path, lanes, rails, share, pools);
                 for (room, why) in self.lanes.link_up(link, up) {
                     self.stop(now, room, why.to_refusal());
                 }
@@ -344,7 +344,8 @@ impl<F> Decode<F> {
             | PeerMsg::Bye(_)
             | PeerMsg::Offer(_)
             | PeerMsg::Renew { .. }
-            | PeerMsg::Ended { .. } => {}
+            | PeerMsg::Ended { .. }
+            | PeerMsg::Engine(_) => {}
         }
     }
 

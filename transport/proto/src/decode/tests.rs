@@ -45,7 +45,7 @@ fn link_up(m: &mut Decode<GrantId>, link: LinkId, path: DataPath, lanes: u16, fr
     let peer = if link == LINK { rank(0) } else { rank(1) }.key;
     let pools: Arc<[Layout]> = [from].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, share, pools });
+    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, rails: 1, share, pools });
 }
 /// A worker whose proofs are grant numbers, with one link of one lane.
 fn worker(path: DataPath) -> Decode<GrantId> {
@@ -307,7 +307,10 @@ fn what_comes_on_a_link_that_is_no_source_counts_for_nothing() {
     let pools: Arc<[Layout]> = [small_layout()].into();
     let share = Arc::new(Share::between(&pools, &pools).unwrap());
     let (peer, path) = (rank(9).key, DataPath::ReceiverCopies);
-    m.handle_event(at(0), Event::LinkUp { link: foreign, peer, path, lanes: 1, share, pools });
+    m.handle_event(
+        at(0),
+        Event::LinkUp { link: foreign, peer, path, lanes: 1, rails: 1, share, pools },
+    );
     lend_from(&mut m, ROOM, FOUR, &[3], halves());
     let grant = grant_of(&outputs(&mut m));
     arrive(&mut m, LINK, grant, 0..4);
@@ -551,7 +554,7 @@ fn a_restarted_prefill_is_dialled_at_once_and_not_charged_with_its_predecessors_
     let pools: Arc<[Layout]> = [half(0)].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
     let (link, path) = (LinkId(7), DataPath::ReceiverCopies);
-    let up = Event::LinkUp { link, peer: new.key, path, lanes: 1, share, pools };
+    let up = Event::LinkUp { link, peer: new.key, path, lanes: 1, rails: 1, share, pools };
     m.handle_event(at(2), up);
     assert_eq!(replies(&outputs(&mut m)), [(2, true)]);
 }
@@ -585,7 +588,10 @@ fn once_its_links_are_up_a_room_that_waits_for_one_source_is_not_overtaken_at_th
     let pools: Arc<[Layout]> = [half(1)].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
     let peer = rank(3).key;
-    m.handle_event(at(1), Event::LinkUp { link: elsewhere, peer, path, lanes: 1, share, pools });
+    m.handle_event(
+        at(1),
+        Event::LinkUp { link: elsewhere, peer, path, lanes: 1, rails: 1, share, pools },
+    );
     m.handle_event(at(1), Event::LaneDown { link: elsewhere, lane: LaneId(0) });
     m.handle_event(at(1), Event::AbortLocal { room: RoomId(2), why: "test".into() });
     outputs(&mut m);
