@@ -112,6 +112,11 @@ impl Link {
         }
         taken
     }
+    fn borrow(&mut self, id: LaneId, room: RoomId) {
+        let lane = &mut self.lanes[usize::from(id.0)];
+        lane.borrower = Some(room);
+        lane.pair_epoch += 1;
+    }
 }
 
 impl Lanes {
@@ -278,12 +283,28 @@ impl Lanes {
     fn lend(&mut self, link: LinkId, room: RoomId) -> Vec<LaneId> {
         let Some(link) = self.links.get_mut(&link) else { return Vec::new() };
         let lent = link.spread(self.per_room);
-        for id in &lent {
-            let lane = &mut link.lanes[usize::from(id.0)];
-            lane.borrower = Some(room);
-            lane.pair_epoch += 1;
-        }
+        lent.iter().for_each(|id| link.borrow(*id, room));
         lent
+    }
+    /// Gives a room other lanes for those of it that are down, as far as there are free ones; the
+    /// ones that are still down.
+    pub(super) fn exchange(
+        &mut self,
+        link: LinkId,
+        room: RoomId,
+        lanes: &mut Vec<LaneId>,
+    ) -> BTreeSet<LaneId> {
+        let Some(l) = self.links.get_mut(&link) else { return BTreeSet::new() };
+        for id in lanes.iter_mut() {
+            if l.lanes[usize::from(id.0)].up {
+                continue;
+            }
+            let Some(other) = l.free.pop_front() else { break };
+            l.lanes[usize::from(id.0)].borrower = None;
+            l.borrow(other, room);
+            *id = other;
+        }
+        lanes.iter().copied().filter(|id| !l.lanes[usize::from(id.0)].up).collect()
     }
     /// Which of a queued room's prefills keeps it waiting, and whether that one is linked.
     pub(super) fn obstacle(&self, room: RoomId) -> Option<(&Identity, bool)> {

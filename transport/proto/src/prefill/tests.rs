@@ -706,3 +706,106 @@ fn lists_that_weigh_little_and_make_long_plans_are_bounded_too() {
     let out = outputs(&mut m);
     assert_eq!(count(&out, |o| matches!(o, Output::Quiesce { .. })), 2, "the engine forgets both");
 }
+
+fn ack(m: &mut Prefill<()>, ms: u64, part: PartId, lane: LaneId) {
+    m.handle_event(at(ms), Event::Acked { link: LINK, grant: GRANT, part, lane });
+}
+fn quiesces(out: &[Output<()>]) -> usize {
+    count(out, |o| matches!(o, Output::Quiesce { .. }))
+}
+fn said_clean(out: &[Output<()>]) -> Vec<bool> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Send { msg: PeerMsg::Quiesced { clean, .. }, .. } => Some(*clean),
+        _ => None,
+    });
+    each.collect()
+}
+fn aborts(out: &[Output<()>]) -> Vec<ErrorKind> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Send { msg: PeerMsg::Abort { why, .. }, .. } => Some(why.kind),
+        _ => None,
+    });
+    each.collect()
+}
+
+/// Two lanes on two rails, one rail dies between the last write and its completion: every part in
+/// doubt goes over the other one, none is taken for sent, and the decode is told not to rely on it.
+#[test]
+fn parts_in_doubt_go_over_the_other_rail_and_the_end_is_not_called_clean() {
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    let first = posted(&outputs(&mut m));
+    let on = |lane: LaneId| first.iter().filter(move |p| p.1 == lane).map(|p| p.0);
+    assert_eq!((on(LANE).count(), on(LaneId(1)).count()), (4, 4), "{first:?}");
+    // One is known to be there, the rest of the dead lane's is not.
+    let known = on(LANE).next().unwrap();
+    ack(&mut m, 2, known, LANE);
+    m.handle_event(at(3), Event::LaneDown { link: LINK, lane: LANE });
+    m.handle_event(at(3), Event::LaneUp { link: LINK, lane: LANE });
+    on(LaneId(1)).for_each(|part| ack(&mut m, 4, part, LaneId(1)));
+    assert_eq!(quiesces(&outputs(&mut m)), 0, "three are in doubt");
+    m.handle_timeout(at(50));
+    let again = posted(&outputs(&mut m));
+    let mut wanted: Vec<_> = on(LANE).skip(1).map(|part| (part, LaneId(1))).collect();
+    let mut found = again.clone();
+    (wanted.sort_unstable(), found.sort_unstable());
+    assert_eq!(found, wanted, "over the other rail, and not the next connection of the lane");
+    // An acknowledgement of the dead connection that was late: the part is there, but what was
+    // posted again is waited for.
+    ack(&mut m, 51, again[0].0, LANE);
+    again.iter().skip(1).for_each(|(part, lane)| ack(&mut m, 52, *part, *lane));
+    assert_eq!(quiesces(&outputs(&mut m)), 0);
+    ack(&mut m, 53, again[0].0, again[0].1);
+    ack(&mut m, 53, again[0].0, again[0].1);
+    assert_eq!(quiesces(&outputs(&mut m)), 1);
+    m.handle_event(at(54), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    assert_eq!(said_clean(&outputs(&mut m)), [false]);
+}
+
+#[test]
+fn a_lane_lost_while_the_engine_becomes_quiet_is_told_too() {
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    posted(&outputs(&mut m)).into_iter().for_each(|(part, lane)| ack(&mut m, 2, part, lane));
+    assert_eq!(quiesces(&outputs(&mut m)), 1);
+    m.handle_event(at(3), Event::LaneDown { link: LINK, lane: LANE });
+    m.handle_event(at(4), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    assert_eq!(said_clean(&outputs(&mut m)), [false]);
+
+    // And on the other hand: with nothing lost it is clean.
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    posted(&outputs(&mut m)).into_iter().for_each(|(part, lane)| ack(&mut m, 2, part, lane));
+    m.handle_event(at(4), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    assert_eq!(said_clean(&outputs(&mut m)), [true]);
+}
+
+#[test]
+fn without_a_lane_left_the_room_is_given_up_and_the_decode_decides() {
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    m.handle_event(at(2), Event::LaneDown { link: LINK, lane: LANE });
+    assert!(aborts(&outputs(&mut m)).is_empty(), "one is left");
+    m.handle_event(at(3), Event::LaneDown { link: LINK, lane: LaneId(1) });
+    let out = outputs(&mut m);
+    assert_eq!((aborts(&out), quiesces(&out)), (vec![ErrorKind::NoPath], 1));
+    m.handle_event(at(4), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    let out = outputs(&mut m);
+    assert_eq!(said_clean(&out), [false]);
+    assert_eq!(count(&out, |o| matches!(o, Output::Ended { .. })), 0, "it is not this side's word");
+    // All had arrived before the lanes went: the decode says so, and that stands.
+    done(&mut m, LINK, GRANT, at(5));
+    let out = outputs(&mut m);
+    assert!(
+        out.iter().any(|o| matches!(o, Output::Ended { outcome, .. } if outcome.is_done())),
+        "{out:?}"
+    );
+}
