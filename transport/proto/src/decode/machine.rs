@@ -478,12 +478,13 @@ impl<F> Decode<F> {
     }
 
     fn fence(&mut self, now: Time, room: RoomId, outcome: Outcome) {
+        let trusts = self.broken(Mutant::LossForgotten);
         let Some(r) = self.rooms.get_mut(&room) else { return };
         if r.lent.is_none() {
             return;
         }
         let grant = r.grant;
-        let closes = r.sources.iter().all(Source::is_closed_by_closing);
+        let closes = trusts || r.sources.iter().all(Source::is_closed_by_closing);
         let how = if closes { FenceHow::Close } else { FenceHow::Revoke };
         r.phase = Phase::Fencing { outcome, until: now.plus_ms(self.config.fence_ms) };
         #[cfg(feature = "mutants")]
