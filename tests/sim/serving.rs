@@ -782,7 +782,8 @@ impl World {
     /// Before an arrival reaches the machine, for the phases of the coverage.
     fn count_arrival(&mut self, d: usize, link: LinkId, grant: GrantId, part: PartId) {
         let Some(room) = self.room_of_grant(d, grant) else { return };
-        let Some(r) = self.d[d].rooms.get_mut(&room) else { return };
+        // What comes behind the decision does not count.
+        let Some(r) = self.d[d].rooms.get_mut(&room).filter(|r| r.phase < 6) else { return };
         if let Some((_, arrived)) = r.sources.get_mut(&(link.0 as usize)) {
             *arrived |= 1 << part.0;
         }
