@@ -31,6 +31,9 @@ pub enum EngineChoice {
         /// To all others.
         tcp: TcpConfig,
     },
+    /// A toy that writes the peer's memory itself.
+    #[cfg(test)]
+    Toy(crate::toy::ToyConfig),
 }
 
 impl EngineChoice {
@@ -40,6 +43,8 @@ impl EngineChoice {
             Self::Tcp(_) => "tcp",
             Self::Shm(_) => "shm",
             Self::Auto { .. } => auto::NAME,
+            #[cfg(test)]
+            Self::Toy(_) => "toy",
         }
     }
     /// Every name under which a peer can be linked, best first.
@@ -58,6 +63,8 @@ impl EngineChoice {
                 Self::Shm(shm.clone()).make()?,
                 Self::Tcp(tcp.clone()).make()?,
             ])?),
+            #[cfg(test)]
+            Self::Toy(config) => Box::new(crate::toy::Toy::new(config.clone())?),
         })
     }
 }

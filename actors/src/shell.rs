@@ -122,16 +122,18 @@ impl<S: Side> Worker<S> {
     }
 
     fn take_events(&mut self) {
+        // What an engine says in one breath happened at one time: a lane that came up, and the word
+        // that lets the peer use it.
+        let now = now();
         for event in self.shell.inbox.take() {
             if self.shell.hooks.stopped() {
                 return;
             }
-            self.engine_event(event);
+            self.engine_event(now, event);
         }
     }
 
-    fn engine_event(&mut self, event: EngineEvent) {
-        let now = now();
+    fn engine_event(&mut self, now: Time, event: EngineEvent) {
         let links = &mut self.shell.links;
         let news = match &event {
             EngineEvent::LaneUp { link, lane } => links.lane(now, *link, *lane, true),

@@ -253,7 +253,10 @@ impl Link {
         }
         self.seq += 1;
         self.last_sent = now;
-        if self.sent.back().is_none_or(|(_, at)| now >= at.plus_ms(SENT_EVERY_MS)) {
+        // What engines say is remembered exactly: offers that echo it are newer than the lanes that
+        // it is about.
+        let exact = matches!(msg, PeerMsg::Engine(_));
+        if exact || self.sent.back().is_none_or(|(_, at)| now >= at.plus_ms(SENT_EVERY_MS)) {
             self.sent.push_back((self.seq, now));
             if self.sent.len() > SENT_MAX {
                 self.sent.pop_front();
@@ -802,6 +805,30 @@ mod tests {
                 let [Output::Lost(why)] = &out[..] else { panic!("{out:?}") };
                 assert!(why.text.contains(want), "{want}: {why}");
             }
+        }
+    }
+
+    #[test]
+    fn what_an_engine_says_is_remembered_to_the_moment() {
+        let (mut d, mut p) = up();
+        let mut sent = Vec::new();
+        for (ms, engine) in [(1_000, false), (1_003, false), (1_005, true), (1_007, false)] {
+            let msg = if engine { PeerMsg::Engine(vec![1]) } else { PeerMsg::Heartbeat };
+            p.send(Time(0).plus_ms(ms), msg);
+            let Some(Output::Send(f)) = p.poll_output() else { panic!() };
+            sent.push(f);
+        }
+        let (room, grant) = (crate::ids::RoomId(1), crate::ids::GrantId(1));
+        for (seen, ms) in [(1, 1_000), (2, 1_005), (3, 1_005)] {
+            d.handle_event(Time(0).plus_ms(1_010), Event::Frame(sent[seen].clone()));
+            d.send(Time(0).plus_ms(1_010), PeerMsg::Renew { room, grant, lease_ms: 1 });
+            let answer = std::iter::from_fn(|| d.poll_output()).find_map(|o| match o {
+                Output::Send(f) => Some(f),
+                _ => None,
+            });
+            p.handle_event(Time(0).plus_ms(1_020), Event::Frame(answer.unwrap()));
+            let Some(Output::Deliver { echo_sent, .. }) = p.poll_output() else { panic!() };
+            assert_eq!(echo_sent, Time(0).plus_ms(ms));
         }
     }
 }

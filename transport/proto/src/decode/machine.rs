@@ -264,14 +264,19 @@ impl<F> Decode<F> {
         let Some(r) = self.rooms.get(&room) else { return };
         let (Some(s), Some(lent)) = (r.sources.get(source), &r.lent) else { return };
         let Some(link) = s.link else { return };
+        let lanes = s.offered_lanes();
+        // Nothing more can come of it.
+        if lanes.is_empty() {
+            return;
+        }
         let offer = Offer {
             room,
             grant: r.grant,
             issuer: r.issuer.clone(),
             span: lent.span,
             blocks: lent.lists.clone(),
-            lanes: self.lanes.with_epochs(link, &s.lanes),
-            credit_parts: limits::PARTS_IN_FLIGHT_PER_LANE * s.lanes.len() as u32,
+            lanes: self.lanes.with_epochs(link, &lanes),
+            credit_parts: limits::PARTS_IN_FLIGHT_PER_LANE * lanes.len() as u32,
             lease_ms: self.config.grant_lease_ms,
         };
         self.out.push_back(Output::Send { link, msg: PeerMsg::Offer(Box::new(offer)) });

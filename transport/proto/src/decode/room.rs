@@ -218,6 +218,13 @@ impl Source {
             && !self.is_complete()
             && self.lanes.iter().all(|lane| self.lost.contains(lane))
     }
+    /// The lanes that the sender may use. A grant to write is for the connections of its time: the
+    /// next one of a lane is not in it, and a sender that hears of the lane only now would take it.
+    pub(super) fn offered_lanes(&self) -> Vec<LaneId> {
+        let writes = self.path == Some(DataPath::OneSided);
+        let lanes = self.lanes.iter().filter(|lane| !writes || !self.lost.contains(lane));
+        lanes.copied().collect()
+    }
     /// Closing the grant is enough: this side holds the pen, or nothing can land.
     pub(super) fn is_closed_by_closing(&self) -> bool {
         self.path == Some(DataPath::ReceiverCopies) || (self.quiesced == Some(true) && !self.dirty)

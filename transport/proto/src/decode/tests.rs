@@ -841,3 +841,35 @@ fn lanes_lost_between_reservation_and_grant_are_exchanged_and_make_nothing_dirty
         assert_eq!(fences(&out).len(), usize::from(!ok), "{out:?}");
     }
 }
+
+/// The lanes that are offered, offer by offer.
+fn offered(out: &[Output<GrantId>]) -> Vec<Vec<u16>> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Send { msg: PeerMsg::Offer(offer), .. } => {
+            Some(offer.lanes.iter().map(|(lane, _)| lane.0).collect())
+        }
+        _ => None,
+    });
+    each.collect()
+}
+
+/// The grant is open for the connection that was lost: the next one may only be offered with the
+/// next grant.
+#[test]
+fn a_repeated_offer_does_not_name_the_next_connection_of_a_lane() {
+    for (path, want) in [(DataPath::OneSided, vec![1]), (DataPath::ReceiverCopies, vec![0, 1])] {
+        let mut m = worker_with(path, 2, 2, 2);
+        let out = lend_block(&mut m, ROOM.0);
+        let grant = grant_of(&out);
+        assert_eq!(offered(&out), [[0, 1]]);
+        lane_down(&mut m, 0);
+        lane_up(&mut m, 0);
+        m.handle_timeout(at(limits::RESEND_MS));
+        assert_eq!(offered(&outputs(&mut m)), [want], "{path:?}");
+        // All came, its answer did not, and the other lane goes too: there is nothing to offer.
+        arrive(&mut m, LINK, grant, 0..PARTS);
+        lane_down(&mut m, 1);
+        m.handle_timeout(at(10 * limits::RESEND_MS));
+        assert!(offered(&outputs(&mut m)).is_empty());
+    }
+}

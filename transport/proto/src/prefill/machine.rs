@@ -646,7 +646,7 @@ impl<Q> Prefill<Q> {
         }
         let usable = |id: &LaneId| {
             link.path != DataPath::OneSided
-                || !link.down.contains(id) && link.renewed.get(id).is_none_or(|&at| at < echo_sent)
+                || !link.down.contains(id) && link.renewed.get(id).is_none_or(|&at| at <= echo_sent)
         };
         let lanes: Vec<TakerLane> = offer
             .lanes
