@@ -50,13 +50,10 @@ impl SimBed {
         world.clear();
         world.prof.lanes = Self::LANES;
         let (d, p) = (0, 1);
-        let maps = world.hosts[d].maps.to_vec().into();
         let session = Session {
             engine_open: [true; 2],
             lanes: vec![usize::MAX; usize::from(Self::LANES)],
-            maps,
-            pools: world.hosts[d].pools.clone(),
-            ..Session::new(d, 0, p, [0, 0], Kind::OneSided, [world.d[0].mem, world.p[0].mem])
+            ..Session::new(d, 0, p, [0, 0], Kind::OneSided, [world.d[0].mem, world.p[0].mem], 1)
         };
         world.sessions.push(session);
         (0..Self::LANES).for_each(|lane| world.redial(0, lane));
@@ -143,9 +140,9 @@ impl Bed for SimBed {
         let (to, ids) = plan(0, Side::Destination);
         let (from, _) = plan(1, Side::Source);
         assert!(to.grid().parts() >= Self::PARTS, "{:?}", to.grid());
-        let lanes = (0..Self::LANES).map(LaneId).collect();
-        w.open_grant(0, room, grant, vec![(LinkId(0), lanes, to.clone())]);
-        w.p[0].plans.insert((0, grant), to.clone());
+        let lanes: Vec<_> = (0..Self::LANES).map(LaneId).collect();
+        w.open_grant(0, room, grant, vec![(LinkId(0), lanes.clone(), to.clone())]);
+        w.grant_at_sender(0, 0, grant, &lanes, to.clone());
         self.grants.insert(n, Granted { plans: [to, from], ids });
         n
     }

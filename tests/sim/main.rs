@@ -32,7 +32,7 @@ use invariants::{Inv, Violation};
 use kvlane_proto::mutant::Mutant;
 use world::World;
 
-const MUTANTS: [(Mutant, &str); 10] = [
+const MUTANTS: [(Mutant, &str); 11] = [
     (Mutant::NoFence, "NoFence"),
     (Mutant::NoGrantCheck, "NoGrantCheck"),
     (Mutant::CreditTwice, "CreditTwice"),
@@ -41,6 +41,7 @@ const MUTANTS: [(Mutant, &str); 10] = [
     (Mutant::SourceMissing, "SourceMissing"),
     (Mutant::LinksMixed, "LinksMixed"),
     (Mutant::TakerForgotten, "TakerForgotten"),
+    (Mutant::LossForgotten, "LossForgotten"),
     (Mutant::FenceFirstLink, "FenceFirstLink"),
     (Mutant::ServeWordNotRead, "ServeWordNotRead"),
 ];
@@ -154,6 +155,7 @@ fn every_mutant_is_caught() {
             Mutant::SourceMissing => &[Inv::DoneIsComplete],
             Mutant::LinksMixed => &[Inv::DoneIsComplete],
             Mutant::TakerForgotten => &[Inv::SourceKept],
+            Mutant::LossForgotten => &[Inv::LandsInGrant],
             Mutant::FenceFirstLink => &[Inv::LandsInGrant],
             Mutant::ServeWordNotRead => &[Inv::SourceKept, Inv::DoneIsComplete],
             Mutant::None => &[],
