@@ -158,6 +158,10 @@ fn a_quiesce_is_true<B: Bed>(mut bed: B, held: bool) {
         bed.hold();
     }
     post_all(&mut bed, grant);
+    if held {
+        // It is on the wire, and not only about to be.
+        bed.settle();
+    }
     bed.quiesce(grant);
     bed.settle();
     let said = bed.said();
