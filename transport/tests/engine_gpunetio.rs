@@ -332,3 +332,154 @@ fn a_nic_that_dies_costs_its_rail_and_is_never_proved() {
         assert_eq!(said(&p.from_tx, |e| matches!(e, EngineEvent::Trouble(_))), 0);
     }
 }
+
+/// How often: the environment may ask for more than a quick run does.
+fn times(variable: &str, usual: u64) -> u64 {
+    std::env::var(variable).ok().and_then(|n| n.parse().ok()).unwrap_or(usual)
+}
+
+/// Revokes at any moment of many parts: what was given back stays as it is. Set `KVLANE_REVOKES` for
+/// more than the usual ten thousand.
+#[test]
+fn nothing_lands_after_any_of_many_revokes() {
+    const LANES: u16 = 32;
+    const BLOCKS: u32 = 64;
+    const PAGE: u32 = 128;
+    let nics = Nics::new(2);
+    // On one of them, writes are on their way for some time.
+    nics.control(1).fault(&all(What::Delay { us: 50 })).unwrap();
+    let mut p = nics.pair(16);
+    let (src, dst) = pools(&mut p, PAGE, BLOCKS * u32::from(LANES));
+    p.connect(LANES);
+    let area = |lane: u16| u32::from(lane) * BLOCKS..(u32::from(lane) + 1) * BLOCKS;
+    let of = |lane: u16| {
+        let ids: Vec<u32> = area(lane).collect();
+        // Parts longer than the ring.
+        let part_bytes = u64::from(20 * PAGE);
+        (src.source(&ids, part_bytes), dst.plan(&backwards(area(lane)), part_bytes))
+    };
+    let plans: Vec<_> = (0..LANES).map(of).collect();
+    let canaries = |lane: u16| {
+        let bytes = (PAGE * BLOCKS) as usize;
+        let address = dst.region.address() + u64::from(lane) * bytes as u64;
+        let read = dst.read(address, bytes);
+        dst.write(address, &vec![CANARY; bytes]);
+        read.iter().filter(|&&b| b != CANARY).count()
+    };
+    let mut rng = Rng(0x5eed_f00d);
+    let mut seen = [0u64; 3];
+    let revokes = times("KVLANE_REVOKES", 10_000);
+    for n in 0..revokes {
+        let lane = (n % u64::from(LANES)) as u16;
+        let grant = 1 + n;
+        if n >= u64::from(LANES) {
+            until_up(&mut p, lane);
+            // Since the proof of the grant before: a whole round of the other lanes.
+            assert_eq!(
+                canaries(lane),
+                0,
+                "a byte landed after the proof of a grant on lane {lane}"
+            );
+            p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(grant - u64::from(LANES)) });
+        }
+        forget(&mut p, lane, grant);
+        let (from, to) = &plans[usize::from(lane)];
+        p.open_on(grant, &[lane], to);
+        for part in 0..from.grid().parts() {
+            p.post(grant, part, lane, from);
+        }
+        for _ in 0..rng.next() % 40 {
+            p.poll_tx();
+            std::thread::yield_now();
+        }
+        p.tell_rx(Command::Fence { grant: GrantId(grant), how: FenceHow::Revoke });
+        for _ in 0..rng.next() % 3 {
+            p.poll_tx();
+        }
+        engine_conformance::one_sided::alone(&mut p, grant);
+        let landed = canaries(lane);
+        seen[match landed {
+            0 => 0,
+            all if all == (PAGE * BLOCKS) as usize => 2,
+            _ => 1,
+        }] += 1;
+    }
+    println!("none, some and all of a grant had landed at {seen:?} revokes");
+    assert!(
+        seen.iter().all(|&n| n > revokes / 100),
+        "the revokes are all too early or late: {seen:?}"
+    );
+    assert_eq!(control_stats(&nics, |s| s.rnr), 0);
+}
+
+/// Forgets what was said, but for the last word on each lane but `lane`.
+fn forget(p: &mut Pair, lane: u16, grant: u64) {
+    let old = |e: &EngineEvent| match e {
+        EngineEvent::LaneUp { lane: l, .. } | EngineEvent::LaneDown { lane: l, .. } => l.0 == lane,
+        EngineEvent::Fenced(f) => f.grant().0 < grant,
+        _ => true,
+    };
+    for events in [&mut p.from_tx, &mut p.from_rx] {
+        events.retain(|e| !old(e));
+    }
+}
+
+fn control_stats(
+    nics: &Nics,
+    pick: impl Fn(&kvlane_transport::emulated::stats::Stats) -> u64,
+) -> u64 {
+    (0..nics.0.len()).map(|n| pick(&nics.control(n).stats().unwrap())).sum()
+}
+
+/// The credit of immediates: a sender never finds a receiver without a receive, however slowly that
+/// one looks, and goes on as soon as it may. Set `KVLANE_PARTS` for more than the usual.
+#[test]
+fn a_receiver_never_lacks_a_receive() {
+    let nics = Nics::new(1);
+    let mut p = nics.pair(256);
+    let (src, dst) = pools(&mut p, 64, 1 << 12);
+    p.connect(4);
+    let ids: Vec<u32> = (0..1 << 12).collect();
+    let (from, to) = (src.source(&ids, 64), dst.plan(&backwards(0..1 << 12), 64));
+    let parts = times("KVLANE_PARTS", 200_000);
+    let mut rng = Rng(7);
+    let (mut sent, mut acked, mut landed) = (0, 0, 0);
+    for grant in 1..=parts.div_ceil(4096) {
+        p.open(grant, 4, &to);
+        let (mut next, mut done) = (0, [0u32; 2]);
+        while done != [4096; 2] {
+            p.from_tx.retain(|e| match e {
+                EngineEvent::Acked { .. } => {
+                    done[0] += 1;
+                    false
+                }
+                EngineEvent::Nacked { why, .. } => panic!("{why}"),
+                EngineEvent::LaneDown { why, .. } => panic!("{why}"),
+                _ => true,
+            });
+            p.from_rx.retain(|e| match e {
+                EngineEvent::Arrived { .. } => {
+                    done[1] += 1;
+                    false
+                }
+                _ => true,
+            });
+            while next < 4096 && next < done[0] + 8 {
+                p.post(grant, next, (next % 4) as u16, &from);
+                next += 1;
+            }
+            p.poll_tx();
+            // Sometimes it looks seldom, so that the credit runs out.
+            if grant % 8 != 0 || rng.next() % 64 == 0 {
+                p.poll_rx();
+            }
+        }
+        (sent, acked, landed) = (sent + next, acked + done[0], landed + done[1]);
+        finish(&mut p, grant);
+        p.clear();
+    }
+    assert_eq!((acked, landed), (sent, sent));
+    let stats = nics.control(0).stats().unwrap();
+    assert_eq!((stats.rnr, stats.resent), (0, 0));
+    assert_eq!(dst.touched(), 64 << 12);
+}
