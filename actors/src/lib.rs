@@ -35,6 +35,8 @@ mod pool;
 mod prefill;
 mod runtime;
 mod shell;
+#[cfg(test)]
+mod toy;
 
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
 pub use engine::EngineChoice;

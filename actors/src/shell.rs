@@ -81,10 +81,10 @@ pub(crate) struct Worker<S> {
 
 impl<S: Side> Worker<S> {
     pub(crate) fn new(parts: Parts, link: LinkConfig, side: S) -> Self {
-        let Parts { endpoint, engine, caps, inbox, load, fate, alive, .. } = parts;
+        let Parts { config, endpoint, engine, caps, inbox, load, fate, alive, .. } = parts;
         let engine = Rc::new(engine);
         let shell = Shell {
-            links: Links::new(link, engine.clone(), caps),
+            links: Links::new(link, config.pools.maps, engine.clone(), caps),
             calls: Calls::default(),
             engine,
             endpoint,
@@ -122,16 +122,18 @@ impl<S: Side> Worker<S> {
     }
 
     fn take_events(&mut self) {
+        // What an engine says in one breath happened at one time: a lane that came up, and the word
+        // that lets the peer use it.
+        let now = now();
         for event in self.shell.inbox.take() {
             if self.shell.hooks.stopped() {
                 return;
             }
-            self.engine_event(event);
+            self.engine_event(now, event);
         }
     }
 
-    fn engine_event(&mut self, event: EngineEvent) {
-        let now = now();
+    fn engine_event(&mut self, now: Time, event: EngineEvent) {
         let links = &mut self.shell.links;
         let news = match &event {
             EngineEvent::LaneUp { link, lane } => links.lane(now, *link, *lane, true),
@@ -151,6 +153,10 @@ impl<S: Side> Worker<S> {
         match event {
             EngineEvent::Local { link, blob } => {
                 let news = self.shell.links.local(now, link, blob);
+                self.shell.news.extend(news);
+            }
+            EngineEvent::Tell { link, message } => {
+                let news = self.shell.links.tell(now, link, message);
                 self.shell.news.extend(news);
             }
             event => self.side.engine(now, &mut self.shell, event),

@@ -29,7 +29,7 @@ use invariants::{Inv, Violation};
 use kvlane_proto::mutant::Mutant;
 use world::World;
 
-const MUTANTS: [(Mutant, &str); 10] = [
+const MUTANTS: [(Mutant, &str); 11] = [
     (Mutant::NoFence, "NoFence"),
     (Mutant::NoGrantCheck, "NoGrantCheck"),
     (Mutant::CreditTwice, "CreditTwice"),
@@ -38,6 +38,7 @@ const MUTANTS: [(Mutant, &str); 10] = [
     (Mutant::SourceMissing, "SourceMissing"),
     (Mutant::LinksMixed, "LinksMixed"),
     (Mutant::TakerForgotten, "TakerForgotten"),
+    (Mutant::LossForgotten, "LossForgotten"),
     (Mutant::FenceFirstLink, "FenceFirstLink"),
     (Mutant::ServeWordNotRead, "ServeWordNotRead"),
 ];
@@ -151,6 +152,7 @@ fn every_mutant_is_caught() {
             Mutant::SourceMissing => &[Inv::DoneIsComplete],
             Mutant::LinksMixed => &[Inv::DoneIsComplete],
             Mutant::TakerForgotten => &[Inv::SourceKept],
+            Mutant::LossForgotten => &[Inv::LandsInGrant],
             Mutant::FenceFirstLink => &[Inv::LandsInGrant],
             Mutant::ServeWordNotRead => &[Inv::SourceKept, Inv::DoneIsComplete],
             Mutant::None => &[],

@@ -261,3 +261,40 @@ fn mutated_words_of_gpunetio_engines_are_refused_or_sound() {
     }
     assert!(refused > 10_000 && sound[0] > 1000 && sound[1] > 100, "{refused} refused, {sound:?}");
 }
+
+/// A receiver with as many slabs as any rank may have still says where they are in one frame.
+#[test]
+fn maps_of_the_most_pools_and_layers_fit_a_frame() {
+    use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, PeerMsg};
+    use kvlane_proto::{Device, Layout, PoolMap, limits};
+    use kvlane_transport::wire::message;
+
+    let layout = Layout { layers: limits::LAYERS_MAX, ..common::layout() };
+    let pools = vec![layout; limits::POOLS_MAX];
+    let map = |at: u64, l: &Layout| PoolMap::contiguous(Device::Host, at << 44, l, 1 << 20);
+    let maps = (1..).zip(&pools).map(|(at, l)| map(at, l)).collect();
+    let engine = EngineOffer { name: "gpunetio".into(), blob: vec![0; 4096], maps };
+    let info = LinkInfo { pools, engines: vec![engine], lanes: 64, part_bytes: 1 << 20 };
+    let frame = PeerFrame { seq: 1, echo: 0, msg: PeerMsg::Describe(Box::new(info)) };
+    let bytes = message::seal(&frame).unwrap();
+    assert!(bytes.len() < limits::FRAME_BYTES_MAX / 8, "{}", bytes.len());
+    assert_eq!(message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).unwrap(), frame);
+}
+
+#[test]
+fn words_of_engines_are_bounded() {
+    use kvlane_proto::msg::peer::PeerMsg;
+    use kvlane_proto::{ErrorKind, limits};
+    use kvlane_transport::wire::message;
+
+    let pass = |bytes| {
+        let msg = PeerMsg::Engine(vec![7; bytes]);
+        let bytes = message::seal(&PeerFrame { seq: 1, echo: 0, msg }).unwrap();
+        message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).map(drop)
+    };
+    let most = limits::ENGINE_MESSAGE_BYTES_MAX;
+    assert!(pass(0).is_ok() && pass(most).is_ok());
+    let e = pass(most + 1).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::LimitExceeded);
+    assert!(e.to_string().contains(&format!("found={}, limit={most}", most + 1)), "{e}");
+}

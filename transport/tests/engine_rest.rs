@@ -66,7 +66,7 @@ fn an_engine_at_rest_sleeps() {
     else {
         panic!("no blob")
     };
-    tx.send(Command::Connect { link: LINK, remote: blob.unwrap(), maps: Vec::new() }).unwrap();
+    tx.send(Command::Connect { link: LINK, remote: blob.unwrap() }).unwrap();
     for _ in 0..limits::LANES_PER_LINK {
         until(&from_tx, |e| matches!(e, EngineEvent::LaneUp { .. }));
     }

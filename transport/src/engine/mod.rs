@@ -25,8 +25,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use kvlane_proto::{
-    DataPath, Error, GrantId, LaneId, LinkId, PartId, PartPages, Plan, PoolMap, Refusal, Result,
-    Time, WorkerKey,
+    DataPath, Error, GrantId, LaneId, LinkId, PartId, PartPages, Plan, Refusal, Result, Time,
+    WorkerKey,
 };
 
 pub use fence::{FenceHow, FenceProof, Quiesced};
@@ -114,8 +114,6 @@ pub enum Command {
         link: LinkId,
         /// The peer's blob.
         remote: Vec<u8>,
-        /// The receiver's pages, where this side's engine writes them itself.
-        maps: Vec<PoolMap>,
     },
     /// What the peer's engine said ([`EngineEvent::Tell`]), in its order. May come before
     /// [`Command::Connect`], never before [`Command::Listen`].

@@ -261,8 +261,8 @@ impl Pair {
             other => panic!("{other:?}"),
         };
         let (of_tx, of_rx) = (blob(&mut self.from_tx), blob(&mut self.from_rx));
-        self.tell_tx(Command::Connect { link: LINK, remote: of_rx, maps: Vec::new() });
-        self.tell_rx(Command::Connect { link: LINK, remote: of_tx, maps: Vec::new() });
+        self.tell_tx(Command::Connect { link: LINK, remote: of_rx });
+        self.tell_rx(Command::Connect { link: LINK, remote: of_tx });
     }
     pub fn clear(&mut self) {
         self.from_tx.clear();

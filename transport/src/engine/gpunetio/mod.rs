@@ -853,7 +853,7 @@ impl Engine for GpunetioEngine {
                 self.outbox.push(EngineEvent::Local { link, blob });
                 Ok(())
             }
-            Command::Connect { link, remote, maps: _ } => {
+            Command::Connect { link, remote } => {
                 if let Err(e) = self.connect(now, link, &remote) {
                     self.outbox.push(EngineEvent::Local { link, blob: Err(e) });
                 }
