@@ -91,7 +91,7 @@ pub struct Hca {
     /// Destroyed pairs in which something may still land: the NIC is asked again and again.
     dying: Vec<QueuePair>,
     /// Words that a queue pair of the other side may write: kept as long as the key.
-    words: Vec<(Key, Arc<Words>)>,
+    words: Vec<(Domain, Key, Arc<Words>)>,
 }
 
 impl Hca {
@@ -157,6 +157,7 @@ impl Hca {
     /// As [`Hca::domain`].
     pub fn drop_domain(&mut self, domain: Domain) -> Result<()> {
         self.call(&Request::DropDomain { domain: domain.0.into() }, &[])?;
+        self.words.retain(|(of, ..)| *of != domain);
         Ok(())
     }
     /// Registers memory. Only memory with a descriptor can be, and for [`Rights::RemoteWrite`] only
@@ -199,7 +200,7 @@ impl Hca {
         }
         let answer = self.call(&request, &[words.fd()])?;
         let key = Key(answer.values[0] as u32);
-        self.words.push((key, words.clone()));
+        self.words.push((domain, key, words.clone()));
         Ok((key, address))
     }
     /// Takes a key back: no entry that names it is executed any more. What has been taken by a queue
@@ -209,7 +210,7 @@ impl Hca {
     /// As [`Hca::domain`].
     pub fn deregister(&mut self, key: Key) -> Result<()> {
         self.call(&Request::Deregister { key: key.0.into() }, &[])?;
-        self.words.retain(|(of, _)| *of != key);
+        self.words.retain(|(_, of, _)| *of != key);
         Ok(())
     }
     /// Makes a queue pair with room for so many entries and receives (powers of two).
@@ -444,9 +445,17 @@ impl Wire<'_> {
     ) -> io::Result<(Answer, Vec<OwnedFd>)> {
         let deadline = Instant::now() + ANSWER;
         let request = request.encode(self.serial);
-        self.until(deadline, false, |socket| socket.send(&request, fds))?;
+        let sent = self.until(deadline, false, |socket| socket.send(&request, fds));
         let (mut bytes, mut fds) = (vec![0; ANSWER_BYTES_MAX], Vec::new());
-        let n = self.until(deadline, true, |socket| socket.receive(&mut bytes, &mut fds))?;
+        let mut receive =
+            |wire: &mut Self| wire.until(deadline, true, |s| s.receive(&mut bytes, &mut fds));
+        let n = match (sent, receive(self)) {
+            (Ok(()), Ok(n)) => n,
+            // A NIC that hangs up has mostly said why; the words are behind the error.
+            (Ok(()), Err(e)) if e.kind() == io::ErrorKind::ConnectionReset => receive(self)?,
+            (Err(_), Ok(n)) if n > 0 => n,
+            (Err(e), _) | (_, Err(e)) => return Err(e),
+        };
         let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
         if n == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -454,7 +463,8 @@ impl Wire<'_> {
         let (serial, answer) =
             Answer::decode(bytes.get(..n).unwrap_or_default()).map_err(invalid)?;
         if serial != self.serial {
-            // It gives none up, so another's answer is a broken NIC; a refusal at the door has none.
+            // No request is ever given up, so another's answer is a broken NIC; a refusal at the
+            // door has no number.
             if serial != 0 || answer.status == Status::Done {
                 return Err(invalid(format!("answer {serial} to request {}", self.serial)));
             }

@@ -106,6 +106,7 @@ impl Device {
             self.stats.doorbells += 1;
             if entry::doorbell(value).queue_pair != pair.number {
                 self.stats.doorbell_mismatch += 1;
+                pair.kicked = None;
                 return false;
             }
             let record = pair.record(true);
