@@ -11,14 +11,17 @@ use engine_conformance::one_sided::{downs, pools, quiesced, until_up};
 use engine_conformance::{CANARY, LINK, PATIENCE, Pair, Pool, Rng, layout, peer, run};
 
 use kvlane_proto::layout::KvKind;
-use kvlane_proto::{ErrorKind, GrantId, LaneId, Role, limits};
+use kvlane_proto::{Device, ErrorKind, GrantId, LaneId, PartId, PoolMap, Role, limits};
 use kvlane_transport::emulated::client::{Hca, Key, Peer, QueuePair, Rights};
 use kvlane_transport::emulated::faults::{Fault, Target, What};
-use kvlane_transport::engine::gpunetio::post::{check, immediate};
-use kvlane_transport::engine::gpunetio::wire::{Blob, Message};
+use kvlane_transport::engine::gpunetio::post::immediate;
+use kvlane_transport::engine::gpunetio::wire::{Blob, Message, Opened};
 use kvlane_transport::engine::gpunetio::{GpunetioConfig, GpunetioEngine};
-use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow};
+use kvlane_transport::engine::{
+    Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource, Post, SendGrant,
+};
 use kvlane_transport::memory::Region;
+use kvlane_transport::mlx5::completion::What as Done;
 use kvlane_transport::mlx5::{Remote, Segment, Syndrome, entry};
 
 #[test]
@@ -205,9 +208,11 @@ fn a_lost_completion_is_no_acknowledgement() {
     p.until("loss", |_| control.stats().unwrap().hits(fault) == 1);
     p.settle();
     assert_eq!(p.acked(), 0);
+    p.frozen = Some(p.now());
     p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(7) });
     p.settle();
     assert!(!quiesced(&p.from_tx, 7), "an entry is not known to have completed");
+    p.frozen = None;
     p.skip_ms = limits::QUIESCE_MS + 1;
     p.until("quiesced", |p| quiesced(&p.from_tx, 7));
     let down = p.from_tx.iter().position(|e| matches!(e, EngineEvent::LaneDown { .. })).unwrap();
@@ -331,4 +336,602 @@ fn a_nic_that_dies_costs_its_rail_and_is_never_proved() {
         assert_eq!((downs(&p.from_tx), downs(&p.from_rx)), (vec![], vec![]));
         assert_eq!(said(&p.from_tx, |e| matches!(e, EngineEvent::Trouble(_))), 0);
     }
+}
+
+/// How often: the environment may ask for more than a quick run does.
+fn times(variable: &str, usual: u64) -> u64 {
+    std::env::var(variable).ok().and_then(|n| n.parse().ok()).unwrap_or(usual)
+}
+
+/// Revokes at any moment of many parts: what was given back stays as it is. Set `KVLANE_REVOKES` for
+/// more than the usual ten thousand.
+#[test]
+fn nothing_lands_after_any_of_many_revokes() {
+    const LANES: u16 = 32;
+    const BLOCKS: u32 = 64;
+    const PAGE: u32 = 128;
+    let nics = Nics::new(2);
+    // On one of them, writes are on their way for some time.
+    nics.control(1).fault(&all(What::Delay { us: 50 })).unwrap();
+    let mut p = nics.pair(16);
+    let (src, dst) = pools(&mut p, PAGE, BLOCKS * u32::from(LANES));
+    p.connect(LANES);
+    let area = |lane: u16| u32::from(lane) * BLOCKS..(u32::from(lane) + 1) * BLOCKS;
+    let of = |lane: u16| {
+        let ids: Vec<u32> = area(lane).collect();
+        // Parts longer than the ring.
+        let part_bytes = u64::from(20 * PAGE);
+        (src.source(&ids, part_bytes), dst.plan(&backwards(area(lane)), part_bytes))
+    };
+    let plans: Vec<_> = (0..LANES).map(of).collect();
+    let canaries = |lane: u16| {
+        let bytes = (PAGE * BLOCKS) as usize;
+        let address = dst.region.address() + u64::from(lane) * bytes as u64;
+        let read = dst.read(address, bytes);
+        dst.write(address, &vec![CANARY; bytes]);
+        read.iter().filter(|&&b| b != CANARY).count()
+    };
+    let mut rng = Rng(0x5eed_f00d);
+    let mut seen = [0u64; 3];
+    let revokes = times("KVLANE_REVOKES", 10_000);
+    for n in 0..revokes {
+        let lane = (n % u64::from(LANES)) as u16;
+        let grant = 1 + n;
+        if n >= u64::from(LANES) {
+            until_up(&mut p, lane);
+            // Since the proof of the grant before: a whole round of the other lanes.
+            assert_eq!(
+                canaries(lane),
+                0,
+                "a byte landed after the proof of a grant on lane {lane}"
+            );
+            p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(grant - u64::from(LANES)) });
+        }
+        forget(&mut p, lane, grant);
+        let (from, to) = &plans[usize::from(lane)];
+        p.open_on(grant, &[lane], to);
+        for part in 0..from.grid().parts() {
+            p.post(grant, part, lane, from);
+        }
+        for _ in 0..rng.next() % 40 {
+            p.poll_tx();
+            std::thread::yield_now();
+        }
+        p.tell_rx(Command::Fence { grant: GrantId(grant), how: FenceHow::Revoke });
+        for _ in 0..rng.next() % 3 {
+            p.poll_tx();
+        }
+        engine_conformance::one_sided::alone(&mut p, grant);
+        let landed = canaries(lane);
+        seen[match landed {
+            0 => 0,
+            all if all == (PAGE * BLOCKS) as usize => 2,
+            _ => 1,
+        }] += 1;
+    }
+    println!("none, some and all of a grant had landed at {seen:?} revokes");
+    assert!(
+        seen.iter().all(|&n| n > revokes / 100),
+        "the revokes are all too early or late: {seen:?}"
+    );
+    assert_eq!(control_stats(&nics, |s| s.rnr), 0);
+}
+
+/// Forgets what was said, but for the last word on each lane but `lane`.
+fn forget(p: &mut Pair, lane: u16, grant: u64) {
+    let old = |e: &EngineEvent| match e {
+        EngineEvent::LaneUp { lane: l, .. } | EngineEvent::LaneDown { lane: l, .. } => l.0 == lane,
+        EngineEvent::Fenced(f) => f.grant().0 < grant,
+        _ => true,
+    };
+    for events in [&mut p.from_tx, &mut p.from_rx] {
+        events.retain(|e| !old(e));
+    }
+}
+
+fn control_stats(
+    nics: &Nics,
+    pick: impl Fn(&kvlane_transport::emulated::stats::Stats) -> u64,
+) -> u64 {
+    (0..nics.0.len()).map(|n| pick(&nics.control(n).stats().unwrap())).sum()
+}
+
+/// The credit of immediates: a sender never finds a receiver without a receive, however slowly that
+/// one looks, and goes on as soon as it may. Set `KVLANE_PARTS` for more than the usual.
+#[test]
+fn a_receiver_never_lacks_a_receive() {
+    let nics = Nics::new(1);
+    let mut p = nics.pair(256);
+    let (src, dst) = pools(&mut p, 64, 1 << 12);
+    p.connect(4);
+    let ids: Vec<u32> = (0..1 << 12).collect();
+    let (from, to) = (src.source(&ids, 64), dst.plan(&backwards(0..1 << 12), 64));
+    let parts = times("KVLANE_PARTS", 200_000);
+    let mut rng = Rng(7);
+    let (mut sent, mut acked, mut landed) = (0, 0, 0);
+    for grant in 1..=parts.div_ceil(4096) {
+        p.open(grant, 4, &to);
+        let (mut next, mut done) = (0, [0u32; 2]);
+        while done != [4096; 2] {
+            p.from_tx.retain(|e| match e {
+                EngineEvent::Acked { .. } => {
+                    done[0] += 1;
+                    false
+                }
+                EngineEvent::Nacked { why, .. } => panic!("{why}"),
+                EngineEvent::LaneDown { why, .. } => panic!("{why}"),
+                _ => true,
+            });
+            p.from_rx.retain(|e| match e {
+                EngineEvent::Arrived { .. } => {
+                    done[1] += 1;
+                    false
+                }
+                _ => true,
+            });
+            while next < 4096 && next < done[0] + 8 {
+                p.post(grant, next, (next % 4) as u16, &from);
+                next += 1;
+            }
+            p.poll_tx();
+            // Sometimes it looks seldom, so that the credit runs out.
+            if grant % 8 != 0 || rng.next() % 64 == 0 {
+                p.poll_rx();
+            }
+        }
+        (sent, acked, landed) = (sent + next, acked + done[0], landed + done[1]);
+        finish(&mut p, grant);
+        p.clear();
+    }
+    assert_eq!((acked, landed), (sent, sent));
+    let stats = nics.control(0).stats().unwrap();
+    assert_eq!((stats.rnr, stats.resent), (0, 0));
+    assert_eq!(dst.touched(), 64 << 12);
+}
+
+/// A grant is stopped while one of its parts is partly in the ring: nothing more of it is posted, what
+/// is posted is waited for, and the lane lives on.
+#[test]
+fn a_part_that_is_stopped_half_way_ends_clean() {
+    let nics = Nics::new(1);
+    let mut control = nics.control(0);
+    let mut p = nics.pair(16);
+    let (src, dst) = pools(&mut p, 4096, 64);
+    p.connect(1);
+    let ids: Vec<u32> = (0..64).collect();
+    let (from, to) = (src.source(&ids, 64 * 4096), dst.plan(&backwards(0..64), 64 * 4096));
+    for grant in 1..20 {
+        p.clear();
+        dst.fill(CANARY);
+        let held = control.fault(&all(What::HoldWire)).unwrap();
+        p.frozen = Some(p.now());
+        p.open(grant, 1, &to);
+        p.post(grant, 0, 0, &from);
+        p.settle();
+        p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(grant) });
+        p.settle();
+        assert!(!quiesced(&p.from_tx, grant), "its entries may land");
+        control.clear(held).unwrap();
+        p.until("quiesced", |p| quiesced(&p.from_tx, grant));
+        assert_eq!(dst.touched(), 16 * 4096, "what was in the ring, and nothing more");
+        p.settle();
+        assert_eq!(dst.touched(), 16 * 4096);
+        assert_eq!((p.acked(), arrived(&p, grant)), (0, vec![]));
+        p.frozen = None;
+        p.fence(grant, FenceHow::Close);
+        assert_eq!((downs(&p.from_tx), downs(&p.from_rx)), (vec![], vec![]));
+    }
+    p.open(100, 1, &to);
+    p.send_all(100, 1, &from);
+}
+
+/// Everything that was said about an older queue pair, said again.
+#[test]
+fn late_words_change_nothing() {
+    let nics = Nics::new(1);
+    let mut p = nics.pair(64);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(2);
+    let (from, to) = (src.source(&[0, 1], 4096), dst.plan(&[1, 0], 4096));
+    let (mut to_tx, mut to_rx) = (Vec::new(), Vec::new());
+    let copy = |from: &VecDeque<Command>, into: &mut Vec<Vec<u8>>| {
+        into.extend(from.iter().filter_map(|command| match command {
+            Command::Told { message, .. } => Some(message.clone()),
+            _ => None,
+        }));
+    };
+    for _ in 0..3 {
+        p.clear();
+        p.tell_tx(Command::ResetLane { link: LINK, lane: LaneId(0) });
+        let up = |e: &EngineEvent| matches!(e, EngineEvent::LaneUp { .. });
+        let started = Instant::now();
+        while said(&p.from_tx, up) + said(&p.from_rx, up) < 2 {
+            p.poll_tx();
+            copy(&p.to_rx, &mut to_rx);
+            p.poll_rx();
+            copy(&p.to_tx, &mut to_tx);
+            assert!(started.elapsed() < PATIENCE);
+        }
+    }
+    // Broken, Pair and Up, three times; and their answers.
+    assert_eq!((to_rx.len(), to_tx.len()), (9, 3));
+    p.clear();
+    p.open(7, 2, &to);
+    for message in to_tx {
+        p.tell_tx(Command::Told { link: LINK, message });
+    }
+    for message in to_rx {
+        p.tell_rx(Command::Told { link: LINK, message });
+    }
+    p.settle();
+    assert_eq!((downs(&p.from_tx), downs(&p.from_rx)), (vec![], vec![]));
+    p.send_all(7, 2, &from);
+    assert_eq!(dst.touched(), 2 * 4096);
+}
+
+/// NICs that only one side has.
+#[test]
+fn nics_that_the_peer_lacks_are_refused_by_name() {
+    let nics = Nics::new(3);
+    let mut p = Pair::new((nics.engine_on(&[0, 1], 64), nics.engine_on(&[2, 0], 64)));
+    let (src, dst) = pools(&mut p, 4096, 16);
+    listen(&mut p, 4);
+    p.until("lanes", |p| {
+        let up = |e: &EngineEvent| matches!(e, EngineEvent::LaneUp { .. });
+        said(&p.from_tx, up) == 2 && said(&p.from_rx, up) == 2
+    });
+    assert_eq!(downs(&p.from_tx), [1, 3]);
+    for why in whys(&p.from_tx) {
+        for word in ["emulated1", "emulated0", "emulated2", "the peer does not have", "; fix: "] {
+            assert!(why.contains(word), "{word}: {why}");
+        }
+    }
+    p.clear();
+    let (from, to) = (src.source(&[0, 1], 4096), dst.plan(&[1, 0], 4096));
+    p.open_on(7, &[0, 2], &to);
+    p.send_on(7, &[0, 2], &from);
+    p.skip_ms = 60_000;
+    p.settle();
+    assert_eq!(downs(&p.from_tx), [], "it is not tried again and again");
+
+    let mut p = Pair::new((nics.engine_on(&[0, 1], 64), nics.engine_on(&[0], 64)));
+    listen(&mut p, 4);
+    let refused = |events: &[EngineEvent]| {
+        events.iter().find_map(|e| match e {
+            EngineEvent::Local { blob: Err(e), .. } => Some(e.to_string()),
+            _ => None,
+        })
+    };
+    p.until("refusals", |p| refused(&p.from_tx).is_some() && refused(&p.from_rx).is_some());
+    for text in [refused(&p.from_tx).unwrap(), refused(&p.from_rx).unwrap()] {
+        assert!(text.contains("different numbers of NICs") && text.contains("emulated1"), "{text}");
+    }
+}
+
+fn listen(p: &mut Pair, lanes: u16) {
+    for receiver in [true, false] {
+        let peer = peer(if receiver { Role::Prefill } else { Role::Decode });
+        let listen = Command::Listen { link: LINK, peer, lanes, receiver };
+        if receiver { p.tell_rx(listen) } else { p.tell_tx(listen) }
+    }
+    p.until("blobs", |p| !p.from_tx.is_empty() && !p.from_rx.is_empty());
+    p.exchange();
+}
+
+#[test]
+fn what_cannot_be_an_engine_is_refused_by_name() {
+    let nics = Nics::new(1);
+    let name = nics.0[0].socket().clone();
+    let text = |nics, entries| {
+        let config = GpunetioConfig { entries, ..GpunetioConfig::new(nics) };
+        GpunetioEngine::new(config).err().unwrap().to_string()
+    };
+    for (nics, entries, want) in [
+        (vec![], 64, "number of NICs"),
+        (vec![name.clone(); 2], 64, "named twice"),
+        (vec![name.clone()], 48, "power of two"),
+        (vec![name.clone()], 8, "power of two"),
+        (vec![name.clone()], 1 << 16, "power of two"),
+    ] {
+        let text = text(nics, entries);
+        assert!(text.starts_with("config: ") && text.contains(want), "{want}: {text}");
+    }
+    let gone = kvlane_transport::sys::unix::Name::Abstract(b"kvlane-nobody".to_vec());
+    assert!(text(vec![gone], 64).contains("kvlane-nobody"));
+    // Memory that a NIC of another process cannot write.
+    let mut p = nics.pair(64);
+    let sealed = Region::memfd(4096).unwrap();
+    p.connect(1);
+    let e = p.rx.register(&sealed).unwrap_err();
+    assert!(e.kind() == ErrorKind::Memory && e.to_string().contains(&sealed.to_string()), "{e}");
+    assert_eq!(p.rx.unregister(&sealed).unwrap_err().kind(), ErrorKind::Memory, "no trace");
+}
+
+/// A worker of its own make: a NIC, a domain, a pool, and words for the engine under test.
+struct Stranger {
+    engine: Box<dyn Engine>,
+    said: Vec<EngineEvent>,
+    heard: VecDeque<Message>,
+    hca: Hca,
+    domain: kvlane_transport::emulated::client::Domain,
+    pool: std::sync::Arc<Region>,
+    key: Key,
+}
+
+impl Stranger {
+    /// Against an engine that receives, or sends.
+    fn new(nics: &Nics, receiver: bool, lanes: u16) -> Self {
+        let mut hca = nics.control(0);
+        let domain = hca.domain().unwrap();
+        let pool = Region::for_nic(1 << 16).unwrap();
+        let key = hca.register(domain, &pool, Rights::RemoteWrite).unwrap();
+        let mut engine = nics.engine(64);
+        let peer = peer(if receiver { Role::Prefill } else { Role::Decode });
+        let t = kvlane_transport::clock::now();
+        engine.command(t, Command::Listen { link: LINK, peer, lanes, receiver });
+        let remote = Blob { lanes, nics: vec![hca.about().clone()] }.encode();
+        engine.command(t, Command::Connect { link: LINK, remote });
+        let (said, heard) = (Vec::new(), VecDeque::new());
+        Self { engine, said, heard, hca, domain, pool, key }
+    }
+    fn poll(&mut self) {
+        let mut events = Vec::new();
+        self.engine.poll(kvlane_transport::clock::now(), &mut events);
+        for event in events {
+            match event {
+                EngineEvent::Tell { message, .. } => {
+                    self.heard.push_back(Message::decode(&message).unwrap());
+                }
+                event => self.said.push(event),
+            }
+        }
+    }
+    fn until<T>(&mut self, what: &str, mut look: impl FnMut(&mut Self) -> Option<T>) -> T {
+        let started = Instant::now();
+        loop {
+            self.poll();
+            if let Some(found) = look(self) {
+                return found;
+            }
+            assert!(started.elapsed() < PATIENCE, "no {what}: {:?} {:?}", self.said, self.heard);
+            std::thread::yield_now();
+        }
+    }
+    fn tell(&mut self, message: &Message) {
+        self.tell_bytes(message.encode());
+    }
+    fn tell_bytes(&mut self, message: Vec<u8>) {
+        let told = Command::Told { link: LINK, message };
+        self.engine.command(kvlane_transport::clock::now(), told);
+    }
+    fn pair(&mut self) -> QueuePair {
+        self.hca.queue_pair(self.domain, 64, 64).unwrap()
+    }
+    /// As an honest sender: a lane, and the receiver's memory.
+    fn dial(&mut self, lane: u16, epoch: u64) -> (QueuePair, Vec<Opened>) {
+        let pair = self.pair();
+        let end = Peer { number: pair.number, sequence: pair.sequence };
+        let (guid, credit) = (self.hca.about().guid, (self.pool.address(), self.key));
+        self.tell(&Message::Pair { lane, epoch, guid, end, credit });
+        let (end, regions) = self.until("pair", |s| match s.heard.pop_front() {
+            Some(Message::Paired { lane: l, epoch: e, end, regions, .. }) => {
+                assert_eq!((l, e), (lane, epoch));
+                Some((end, regions))
+            }
+            _ => None,
+        });
+        self.hca.connect(&pair, end).unwrap();
+        self.tell(&Message::Up { lane, epoch });
+        self.until("lane", |s| (said(&s.said, |e| is_up(e, lane)) > 0).then_some(()));
+        (pair, regions)
+    }
+    fn write(&mut self, pair: &mut QueuePair, to: Remote, immediate: Option<u32>) {
+        let from = Segment { address: self.pool.address() + 4096, key: self.key.0, bytes: 64 };
+        let (index, number) = (pair.sends.next() as u16, pair.number);
+        let entry = match immediate {
+            Some(n) => entry::write_immediate(index, number, to, from, n, true),
+            None => entry::write(index, number, to, from, true),
+        };
+        assert!(pair.sends.push(&entry));
+        pair.sends.ring();
+        self.hca.kick();
+    }
+    fn completion(&mut self, pair: &mut QueuePair) -> Done {
+        self.until("completion", |_| pair.completions.poll()).unwrap().what
+    }
+}
+
+fn is_up(e: &EngineEvent, lane: u16) -> bool {
+    matches!(e, EngineEvent::LaneUp { lane: l, .. } if l.0 == lane)
+}
+
+/// A sender that writes what it should not: it loses its lane, and nothing else happens.
+#[test]
+fn a_lying_sender_costs_itself_its_lane() {
+    let nics = Nics::new(1);
+    let mut s = Stranger::new(&nics, true, 2);
+    let l = layout(64, 1, KvKind::Mla);
+    let dst = Pool::new(&l, 16);
+    s.engine.register(&dst.region).unwrap();
+    let (mut honest, regions) = s.dial(1, 1);
+    let to = Remote { address: dst.region.address(), key: regions[0].key.0 };
+    let plan = dst.plan(&[3, 1, 2], 64);
+    let open = |s: &mut Stranger, grant: u64, lane: u16| {
+        let source = OpenSource { link: LINK, lanes: vec![LaneId(lane)], plan: plan.clone() };
+        let open = OpenGrant { grant: GrantId(grant), sources: vec![source] };
+        s.engine.command(kvlane_transport::clock::now(), Command::Open(open));
+    };
+    open(&mut s, 1, 1);
+    for (n, opened) in [true, true, true, false].into_iter().enumerate() {
+        let (epoch, grant) = (10 * (n as u64 + 1), GrantId(9 + n as u64));
+        s.said.clear();
+        let (mut pair, _) = s.dial(0, epoch);
+        if opened {
+            open(&mut s, grant.0, 0);
+        }
+        // A part that it does not have, a check that is not its, and no grant at all.
+        let number = match n {
+            0 => immediate(grant, PartId(3)),
+            1 => immediate(grant, PartId((1 << 24) - 1)),
+            2 => immediate(grant, PartId(0)) ^ 1 << 24,
+            _ => immediate(grant, PartId(0)),
+        };
+        s.write(&mut pair, to, Some(number));
+        s.until("end", |s| (downs(&s.said) == [0]).then_some(()));
+        let why = whys(&s.said).remove(0);
+        assert!(
+            why.contains("no grant on this lane has") && why.contains("peer=c/prefill"),
+            "{why}"
+        );
+        s.until("word", |s| {
+            let broken =
+                |m: &Message| matches!(m, Message::Broken { lane: 0, epoch: e, .. } if *e == epoch);
+            s.heard.iter().any(broken).then_some(())
+        });
+        assert_eq!(said(&s.said, |e| matches!(e, EngineEvent::Arrived { .. })), 0);
+        s.heard.clear();
+    }
+    // The other lane did not notice.
+    s.write(&mut honest, to, Some(immediate(GrantId(1), PartId(2))));
+    assert_eq!(s.completion(&mut honest), Done::Sent);
+    s.until("arrival", |s| {
+        let want = |e: &EngineEvent| {
+            matches!(e, EngineEvent::Arrived { grant: GrantId(1), part: PartId(2), .. })
+        };
+        (said(&s.said, want) == 1).then_some(())
+    });
+}
+
+/// Words that make no sense are refused and counted; what is asked for again and again leaves one
+/// queue pair a lane.
+#[test]
+fn hostile_words_change_nothing() {
+    let nics = Nics::new(1);
+    let mut s = Stranger::new(&nics, true, 2);
+    let (honest, _) = s.dial(1, 5);
+    let end = Peer { number: 77, sequence: 1 };
+    let credit = (1 << 40, Key(1));
+    let guid = s.hca.about().guid;
+    let pair = |lane, epoch, guid| Message::Pair { lane, epoch, guid, end, credit };
+    for (n, message) in [
+        vec![],
+        vec![9; 100],
+        vec![1; 1 << 14],
+        pair(2, 1, guid).encode(),
+        Message::Paired { lane: 0, epoch: 1, end, receives: 1, regions: vec![] }.encode(),
+        Message::Regions { guid, regions: vec![] }.encode(),
+        Message::Broken { lane: 63, epoch: 5, why: String::new() }.encode(),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        s.tell_bytes(message);
+        s.poll();
+        let trouble = said(&s.said, |e| matches!(e, EngineEvent::Trouble(_)));
+        assert_eq!(trouble, n + 1, "{n}: {:?}", s.said);
+    }
+    // Late ones, and one for a NIC that nobody has.
+    s.heard.clear();
+    for message in [
+        pair(1, 5, guid),
+        pair(1, 4, guid),
+        Message::Up { lane: 1, epoch: 4 },
+        Message::Up { lane: 0, epoch: 0 },
+        Message::Broken { lane: 1, epoch: 4, why: "x".repeat(1000) },
+        Message::Broken { lane: 1, epoch: u64::MAX, why: String::new() },
+        pair(0, 1, guid ^ 1),
+    ] {
+        s.tell(&message);
+    }
+    s.poll();
+    let Some(Message::Broken { lane: 0, epoch: 1, why }) = s.heard.pop_front() else {
+        panic!("{:?}", s.heard)
+    };
+    assert!(why.contains("does not have this NIC") && why.contains("emulated0"), "{why}");
+    assert!(s.heard.is_empty() && downs(&s.said).is_empty());
+    for epoch in 10..500 {
+        s.tell(&pair(0, epoch, guid));
+        if epoch % 7 == 0 {
+            s.poll();
+        }
+    }
+    let last = |m: &Message| matches!(m, Message::Paired { lane: 0, epoch: 499, .. });
+    s.until("last pair", |s| s.heard.iter().any(last).then_some(()));
+    let numbers: Vec<u32> = s.hca.stats().unwrap().pairs.iter().map(|p| p.number).collect();
+    assert_eq!(numbers.len(), 3, "two of lane 1, one of lane 0: {numbers:?}");
+    assert!(numbers.contains(&honest.number));
+}
+
+/// The memory of one link is opened to that link alone.
+#[test]
+fn keys_of_one_link_do_not_work_on_another() {
+    let nics = Nics::new(1);
+    let l = layout(64, 1, KvKind::Mla);
+    let dst = Pool::new(&l, 16);
+    dst.fill(CANARY);
+    let mut s = Stranger::new(&nics, true, 1);
+    s.engine.register(&dst.region).unwrap();
+    let (_, regions) = s.dial(0, 1);
+    // A second link of the same engine.
+    let mut other = Stranger::new(&nics, true, 1);
+    other.engine.register(&dst.region).unwrap();
+    let (mut pair, own) = other.dial(0, 1);
+    assert_ne!(own[0].key, regions[0].key);
+    let to = Remote { address: dst.region.address(), key: regions[0].key.0 };
+    other.write(&mut pair, to, None);
+    let Done::SendFailed(fault) = other.completion(&mut pair) else { panic!("it was let through") };
+    assert_eq!(fault.syndrome, Syndrome::REMOTE_ACCESS);
+    assert_eq!(dst.touched(), 0);
+}
+
+/// A receiver that counts parts which were never sent loses the lane.
+#[test]
+fn a_lying_receiver_costs_itself_its_lane() {
+    let nics = Nics::new(1);
+    let mut s = Stranger::new(&nics, false, 1);
+    let l = layout(64, 1, KvKind::Mla);
+    let src = Pool::new(&l, 16);
+    s.engine.register(&src.region).unwrap();
+    let (lane, epoch, end, credit) = s.until("pair", |s| match s.heard.pop_front() {
+        Some(Message::Pair { lane, epoch, end, credit, .. }) => Some((lane, epoch, end, credit)),
+        _ => None,
+    });
+    let mut pair = s.pair();
+    pair.receives.post(16);
+    s.hca.connect(&pair, end).unwrap();
+    let mine = Peer { number: pair.number, sequence: pair.sequence };
+    let region = Opened { address: s.pool.address(), bytes: s.pool.bytes(), key: s.key };
+    // An answer to another queue pair first.
+    s.tell(&Message::Paired { lane, epoch: epoch + 1, end: mine, receives: 9, regions: vec![] });
+    s.tell(&Message::Paired { lane, epoch, end: mine, receives: 2, regions: vec![region] });
+    s.until("lane", |s| (said(&s.said, |e| is_up(e, 0)) == 1).then_some(()));
+    let there = PoolMap::contiguous(Device::Host, s.pool.address() + 8192, &l, 16);
+    let there = Pool { region: s.pool.clone(), layout: l.clone(), map: there.into() };
+    let (from, to) = (src.source(&[0, 1, 2, 3], 64), there.plan(&[3, 2, 1, 0], 64));
+    let t = kvlane_transport::clock::now();
+    let lanes = vec![LaneId(0)];
+    let (link, grant) = (LINK, GrantId(7));
+    s.engine.command(t, Command::Grant(SendGrant { link, grant, lanes, plan: to }));
+    for part in 0..3 {
+        let pages = from.pages(PartId(part)).unwrap();
+        let (part, lane) = (PartId(part), LaneId(0));
+        s.engine.command(t, Command::Post(Post { link, grant, part, lane, pages }));
+    }
+    // Two receives, so two parts, whatever is asked.
+    let acked = |e: &EngineEvent| matches!(e, EngineEvent::Acked { .. });
+    s.until("acks", |s| (said(&s.said, acked) == 2).then_some(()));
+    for _ in 0..1000 {
+        s.poll();
+    }
+    assert_eq!(said(&s.said, acked), 2, "a part was sent without credit");
+    s.pool.memory().write_at(4096, &1000u64.to_ne_bytes()).unwrap();
+    let credit = Remote { address: credit.0, key: credit.1.0 };
+    let from = Segment { address: s.pool.address() + 4096, key: s.key.0, bytes: 8 };
+    let entry = entry::write(pair.sends.next() as u16, pair.number, credit, from, true);
+    assert!(pair.sends.push(&entry));
+    pair.sends.ring();
+    s.hca.kick();
+    s.until("end", |s| (downs(&s.said) == [0]).then_some(()));
+    let why = whys(&s.said).remove(0);
+    assert!(why.contains("count of parts cannot be") && why.contains("found=1000"), "{why}");
 }
