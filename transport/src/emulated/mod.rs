@@ -7,4 +7,12 @@
 //! Layouts of the shared memory and of the control socket: `docs/emulated-nic.h`.
 
 pub mod client;
+pub mod control;
+mod device;
 pub mod faults;
+pub mod layout;
+pub mod serve;
+pub mod stats;
+mod trace;
+
+pub use device::Config;

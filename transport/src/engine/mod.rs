@@ -14,6 +14,7 @@
 pub mod auto;
 pub mod driver;
 pub mod fence;
+pub mod gpunetio;
 mod pen;
 mod redial;
 mod refusals;
@@ -137,7 +138,9 @@ pub enum Command {
         /// How.
         how: FenceHow,
     },
-    /// Sender, one-sided only: a grant that parts will be posted under.
+    /// Sender, one-sided only: a grant that parts will be posted under. To be given when the
+    /// receiver's offer comes, before what its engine said later ([`Command::Told`]): what connection
+    /// a lane has is a matter of that order.
     Grant(SendGrant),
     /// Sender: one part.
     Post(Post),

@@ -1,6 +1,7 @@
 //! One range of memory of one device.
 
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 
 use kvlane_proto::{Device, Error, ErrorKind, Result};
@@ -27,6 +28,29 @@ impl Region {
     /// # Errors
     /// [`ErrorKind::Memory`] with device, length and what the kernel said.
     pub fn map(device: Device, bytes: u64, populate: bool) -> Result<Arc<Self>> {
+        Self::make(device, bytes, populate, Memory::memfd)
+    }
+    /// A zeroed host pool of our own that an emulated NIC can be given to write, every page touched
+    /// now. Every other pool is sealed: nobody but this process can write it.
+    ///
+    /// # Errors
+    /// As [`Region::memfd`].
+    pub fn for_nic(bytes: u64) -> Result<Arc<Self>> {
+        Self::make(Device::Host, bytes, true, Memory::memfd_for_nic)
+    }
+    /// As [`Region::for_nic`], and no page is touched.
+    ///
+    /// # Errors
+    /// As [`Region::memfd`].
+    pub fn for_nic_sparse(bytes: u64) -> Result<Arc<Self>> {
+        Self::make(Device::Host, bytes, false, Memory::memfd_for_nic)
+    }
+    fn make(
+        device: Device,
+        bytes: u64,
+        populate: bool,
+        memory: impl FnOnce(u64, bool) -> io::Result<Memory>,
+    ) -> Result<Arc<Self>> {
         let refused = |why: &str| {
             Error::new(ErrorKind::Memory, why).with("device", device).with("bytes", bytes)
         };
@@ -38,7 +62,7 @@ impl Region {
         if bytes == 0 {
             return Err(refused("a region must not be empty"));
         }
-        let memory = Memory::memfd(bytes, populate).map_err(|e| {
+        let memory = memory(bytes, populate).map_err(|e| {
             refused("the kernel gave no shared memory")
                 .hint("free memory, or raise the limit of the memory cgroup or RLIMIT_AS")
                 .caused_by(e)

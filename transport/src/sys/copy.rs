@@ -1,4 +1,5 @@
-//! Copies out of memory that a peer may be writing, into registered pages.
+//! Copies out of memory that a peer may be writing, into registered pages, or, for an emulated NIC,
+//! from one peer's memory to another's.
 //!
 //! In: [`Sources`], each checked against the import that it keeps alive, and [`Pages`]. Out: pages
 //! filled, the cursor moved; what a writer changed meanwhile comes out old, new or mixed, and the
@@ -186,6 +187,46 @@ impl Pages {
                 Ok(n)
             }
         }
+    }
+}
+
+impl Import {
+    /// Copies bytes out. What a writer changes meanwhile comes out old, new or mixed.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidInput`] if the range is not inside.
+    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let at = self.at(offset, into.len() as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: the range lies in this live mapping, of which no reference exists; `into` is
+        // borrowed exclusively, so the two are different memory.
+        unsafe { copy_near(into.as_mut_ptr() as u64, at, into.len()) };
+        Ok(())
+    }
+    /// Copies bytes in; [`settle`] before they are told of.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidInput`] if the range is not inside, or the mapping read-only.
+    pub fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        let bytes = from.len();
+        let at = self.at_for_writing(offset, bytes as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: the range lies in this live writable mapping, of which no reference exists, so it
+        // does not overlap `from`.
+        unsafe { copy(at, from.as_ptr() as u64, bytes) };
+        Ok(())
+    }
+    /// Copies `bytes` bytes from another mapping; [`settle`] before they are told of. Where the two
+    /// are of the same memory and overlap, what comes out is mixed.
+    ///
+    /// # Errors
+    /// As [`Import::write_at`], for either side.
+    pub fn copy_from(&self, to: u64, from: &Self, at: u64, bytes: u64) -> io::Result<()> {
+        let to = self.at_for_writing(to, bytes).ok_or(io::ErrorKind::InvalidInput)?;
+        let from = from.at(at, bytes).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: both ranges lie in live mappings, of which no reference exists, `to` in a writable
+        // one. They may be the same memory; the copies are assembly, which only stores what it
+        // loaded, whatever the order.
+        unsafe { copy(to, from, bytes as usize) };
+        Ok(())
     }
 }
 

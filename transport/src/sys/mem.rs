@@ -58,6 +58,16 @@ impl Memory {
     /// # Errors
     /// What memfd_create, ftruncate, fcntl or mmap said; a length of zero is EINVAL.
     pub fn memfd(bytes: u64, populate: bool) -> io::Result<Self> {
+        Self::memfd_as(bytes, populate, true)
+    }
+    /// As [`Memory::memfd`], but whoever is given the descriptor can write as well: an emulated NIC.
+    ///
+    /// # Errors
+    /// As [`Memory::memfd`].
+    pub fn memfd_for_nic(bytes: u64, populate: bool) -> io::Result<Self> {
+        Self::memfd_as(bytes, populate, false)
+    }
+    fn memfd_as(bytes: u64, populate: bool, own_only: bool) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
         // SAFETY: the name is a C string; the result is checked before it becomes an OwnedFd.
         let fd = unsafe {
@@ -85,7 +95,7 @@ impl Memory {
         }
         let memory = Self { address: at as u64, bytes, own: true, fd: Some(fd) };
         if let Some(fd) = memory.fd() {
-            seal(fd, true)?;
+            seal(fd, own_only)?;
         }
         Ok(memory)
     }

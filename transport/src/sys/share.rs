@@ -4,12 +4,13 @@
 //! addresses checked against what is mapped ([`Import::at`]). Invariants: a peer's descriptor is
 //! mapped only if it is memory of the kernel's own tmpfs that nobody can shorten, at least as long
 //! as asked, so that no access to the mapping can be a SIGBUS (huge pages are refused: a hole in
-//! those can be one); imports are read-only; nothing is made a reference to but atomics.
+//! those can be one); imports are read-only, those of an emulated NIC aside; nothing is made a
+//! reference to but atomics.
 #![allow(unsafe_code)] // mmap(2) of descriptors, fstat(2), fcntl(2), atomics in shared memory.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::copy::prefetch_line;
 
@@ -117,9 +118,23 @@ impl Words {
         // cannot be shortened. Atomics are the one kind of reference that bears other writers.
         unsafe { std::slice::from_raw_parts(self.address as *const AtomicU64, self.len) }
     }
+    /// Half of a word, the one first in memory or the other, if there are so many: for two halves
+    /// that have different writers. A word is used either whole or by its halves, never both ways:
+    /// the order between accesses of two sizes is not defined.
+    pub fn half(&self, index: usize, second: bool) -> Option<&AtomicU32> {
+        let word = self.words().get(index)?.as_ptr().cast::<AtomicU32>();
+        // SAFETY: both halves lie in the word, which is mapped and aligned as long as `self` lives;
+        // atomics bear other writers. Each place is used with one size only, as said above: the
+        // layouts built on these words say which are halves.
+        Some(unsafe { &*word.add(usize::from(second)) })
+    }
     /// Asks for the line of a word that is read soon.
     pub fn prefetch(&self, index: usize) {
         prefetch_line(self.address.wrapping_add(index as u64 * 8));
+    }
+    /// Their first address.
+    pub fn address(&self) -> u64 {
+        self.address
     }
     /// The descriptor, for a peer.
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -153,6 +168,13 @@ impl ReadWords {
     }
 }
 
+/// Whether those who are given a descriptor can write the memory.
+pub fn is_open_to_writers(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: plain call.
+    let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+    seals >= 0 && seals & (libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_WRITE) == 0
+}
+
 /// Fixes the length of a memfd that is mapped already, and the seals themselves. With `own`, nobody
 /// can write it but through mappings that exist.
 ///
@@ -174,11 +196,12 @@ pub(super) fn seal(fd: BorrowedFd<'_>, own: bool) -> io::Result<()> {
     add(length)
 }
 
-/// A read-only mapping of a peer's memory.
+/// A mapping of a peer's memory; read-only, unless it was asked for otherwise.
 #[derive(Debug)]
 pub struct Import {
     address: u64,
     bytes: u64,
+    writable: bool,
     identity: Identity,
     fd: OwnedFd,
 }
@@ -189,8 +212,22 @@ impl Import {
     /// # Errors
     /// What is wrong with the descriptor, or what mmap said.
     pub fn map(fd: OwnedFd, bytes: u64) -> io::Result<Self> {
+        Self::map_as(fd, bytes, false)
+    }
+    /// The same, to write as well: for a NIC, never for an engine.
+    ///
+    /// # Errors
+    /// As [`Import::map`]; [`io::ErrorKind::PermissionDenied`] if the descriptor is sealed against it.
+    pub fn map_writable(fd: OwnedFd, bytes: u64) -> io::Result<Self> {
+        Self::map_as(fd, bytes, true)
+    }
+    fn map_as(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<Self> {
         let identity = check(fd.as_fd(), bytes)?;
-        Ok(Self { address: mapped(fd.as_fd(), bytes, false)?, bytes, identity, fd })
+        Ok(Self { address: mapped(fd.as_fd(), bytes, writable)?, bytes, writable, identity, fd })
+    }
+    /// Length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
     /// Whether a descriptor is of the same memory, all of it mapped here.
     pub fn is_of(&self, fd: BorrowedFd<'_>, bytes: u64) -> bool {
@@ -200,6 +237,10 @@ impl Import {
     pub(super) fn at(&self, offset: u64, bytes: u64) -> Option<u64> {
         let end = offset.checked_add(bytes)?;
         (end <= self.bytes).then(|| self.address + offset)
+    }
+    /// The address of a range, if it lies inside and may be written.
+    pub(super) fn at_for_writing(&self, offset: u64, bytes: u64) -> Option<u64> {
+        self.at(offset, bytes).filter(|_| self.writable)
     }
     /// Makes present pages ready, so that the first copy does not pay for it. Holes stay holes.
     /// Only speed depends on it, so nothing is refused.

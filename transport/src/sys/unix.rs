@@ -8,7 +8,7 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
@@ -162,6 +162,28 @@ impl Peer {
 }
 
 impl Socket {
+    /// Two that are connected to each other.
+    ///
+    /// # Errors
+    /// What the kernel said.
+    pub fn pair() -> io::Result<(Self, Self)> {
+        let kind = libc::SOCK_SEQPACKET | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+        let mut fds: [RawFd; 2] = [-1; 2];
+        // SAFETY: the array takes two descriptors; they are fresh if the call succeeded.
+        unsafe {
+            done(libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()))?;
+            Ok((Self(owned(fds[0])?), Self(owned(fds[1])?)))
+        }
+    }
+    /// One that was given as a descriptor. What is no such socket fails at the first use, without
+    /// blocking.
+    pub fn given(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+    /// The descriptor, for a peer.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
     /// Connects; a Unix socket does so at once or not at all.
     ///
     /// # Errors
@@ -299,7 +321,6 @@ impl Control {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd;
 
     fn name() -> Name {
         Name::Abstract(format!("kvlane-test-{:x}", crate::random::random()).into_bytes())

@@ -70,6 +70,19 @@ impl PollSet {
         // SAFETY: the vector's own buffer and length.
         unsafe { libc::poll(self.0.as_mut_ptr(), self.0.len() as libc::nfds_t, ms) };
     }
+    /// Waits as [`PollSet::wait`], to the microsecond.
+    pub fn nap(&mut self, timeout: Duration) {
+        let timeout = timeout.min(Duration::from_secs(60));
+        let timeout = libc::timespec {
+            tv_sec: timeout.as_secs() as libc::time_t,
+            tv_nsec: i64::from(timeout.subsec_nanos()),
+        };
+        // SAFETY: the vector's own buffer and length, a live timespec, no signal mask.
+        unsafe {
+            let n = self.0.len() as libc::nfds_t;
+            libc::ppoll(self.0.as_mut_ptr(), n, &timeout, std::ptr::null())
+        };
+    }
     /// Whether the latest wait found the `index`th descriptor ready.
     pub fn ready(&self, index: usize) -> bool {
         self.0.get(index).is_some_and(|p| p.revents != 0)
