@@ -283,6 +283,8 @@ fn the_flush_of_the_marker_comes_behind_what_was_taken() {
     assert_eq!(b.read(0, 4), *b"late");
     assert!(b.hca.try_destroy(qb).unwrap().is_none());
     assert_eq!(b.hca.stats().unwrap().landed_after_error, 1);
+    // Nobody told the sender.
+    assert_eq!(failed(&mut qa), (0x15, 0x81));
 }
 
 #[test]

@@ -483,7 +483,9 @@ impl Device {
     fn clear(&mut self, id: u64, now: Instant) -> Answer {
         let gone = self.faults.clear(id);
         if gone.is_empty() && id != 0 {
-            return not_found("fault", id);
+            let known: Vec<_> = self.faults.list().iter().map(|one| one.id.to_string()).collect();
+            let what = format!("fault {id} is not installed, only [{}]", known.join(", "));
+            return Answer::refused(Status::NotFound, what, "0 clears all");
         }
         for one in &gone {
             for flow in self.flows.values_mut() {
