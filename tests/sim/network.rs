@@ -204,7 +204,7 @@ impl World {
                 }
                 // The engines of this world need no words for each other.
                 link::Output::Told(_) => {}
-                link::Output::Up { path, lanes, part_bytes, share, pools, maps } => {
+                link::Output::Up { path, lanes, part_bytes, share, pools, maps, since } => {
                     self.sessions[sid].up[side] = true;
                     let peer = self.hosts[self.sessions[sid].node(1 - side)].identity.clone();
                     let peer = self.sessions[sid].link[side]
@@ -218,8 +218,16 @@ impl World {
                         let ev = DEvent::LinkUp { link, peer, path, lanes, rails, share, pools };
                         self.d[d].m.handle_event(now, ev);
                     } else {
-                        let ev =
-                            PEvent::LinkUp { link, peer, path, part_bytes, share, pools, maps };
+                        let ev = PEvent::LinkUp {
+                            link,
+                            peer,
+                            path,
+                            part_bytes,
+                            share,
+                            pools,
+                            maps,
+                            since,
+                        };
                         self.p[p].m.handle_event(now, ev);
                     }
                 }
