@@ -380,7 +380,8 @@ impl Side for Rooms {
     fn news(&mut self, now: Time, shell: &mut Shell, news: News) {
         let event = match news {
             News::Up { link, peer, path, lanes, share, pools, .. } => {
-                Event::LinkUp { link, peer, path, lanes, share, pools }
+                let rails = shell.links.rails();
+                Event::LinkUp { link, peer, path, lanes, rails, share, pools }
             }
             News::Deliver { link, msg, .. } => {
                 shell.hooks.heard(&msg);

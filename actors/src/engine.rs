@@ -5,17 +5,21 @@
 //! counter and not the actor's memory.
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvlane_proto::Result;
+use kvlane_proto::{Error, ErrorKind, LinkId, Result, limits};
 use kvlane_transport::engine::auto::{self, AutoEngine};
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
+use kvlane_transport::engine::gpunetio::{GpunetioConfig, GpunetioEngine};
 use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
 use kvlane_transport::engine::{Caps, Command, Engine, EngineEvent};
 
 use crate::pool::Pools;
+
+/// Ends the name of a registered engine whose NICs are emulated.
+pub const EMULATED: &str = " (emulated)";
 
 /// Which data plane a worker uses.
 #[derive(Clone, Debug)]
@@ -31,6 +35,12 @@ pub enum EngineChoice {
         /// To all others.
         tcp: TcpConfig,
     },
+    /// Pages written by the sender's NICs. This build posts to emulated ones only: the pools must be
+    /// [`Pools::own_for_nics`], and rates mean nothing.
+    Gpunetio(GpunetioConfig),
+    /// A toy that writes the peer's memory itself.
+    #[cfg(test)]
+    Toy(crate::toy::ToyConfig),
 }
 
 impl EngineChoice {
@@ -40,10 +50,17 @@ impl EngineChoice {
             Self::Tcp(_) => "tcp",
             Self::Shm(_) => "shm",
             Self::Auto { .. } => auto::NAME,
+            Self::Gpunetio(_) => "gpunetio",
+            #[cfg(test)]
+            Self::Toy(_) => "toy",
         }
     }
-    /// Every name under which a peer can be linked, best first.
+    /// Every name under which a peer can be linked, best first, as others are told: emulated NICs are
+    /// never told without that word.
     pub(crate) fn names(&self) -> Vec<String> {
+        if let Self::Gpunetio(_) = self {
+            return vec![format!("{}{EMULATED}", self.name())];
+        }
         let parts = match self {
             Self::Auto { .. } => &["shm", "tcp"][..],
             _ => &[],
@@ -58,6 +75,9 @@ impl EngineChoice {
                 Self::Shm(shm.clone()).make()?,
                 Self::Tcp(tcp.clone()).make()?,
             ])?),
+            Self::Gpunetio(config) => Box::new(GpunetioEngine::new(config.clone())?),
+            #[cfg(test)]
+            Self::Toy(config) => Box::new(crate::toy::Toy::new(config.clone())?),
         })
     }
 }
@@ -104,38 +124,92 @@ impl Inbox {
 }
 
 /// Commands to the engine, in order and without loss: what its bounded queue does not take waits
-/// here, and there is never more of it than the rooms and links of the worker can cause.
+/// here, and there is never more of it than the rooms and links of the worker can cause. Of what
+/// peers' engines say, which nothing else bounds, [`limits::ENGINE_MESSAGES_WAITING_MAX`] of each
+/// link may wait.
 pub(crate) struct Commands {
     handle: EngineHandle,
-    waiting: RefCell<VecDeque<Command>>,
+    waiting: RefCell<Waiting>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    commands: VecDeque<Command>,
+    /// How many of them are words of a peer's engine, by link; never 0.
+    told: HashMap<LinkId, usize>,
+}
+
+impl Waiting {
+    fn pop(&mut self) -> Option<Command> {
+        let command = self.commands.pop_front()?;
+        if let Command::Told { link, .. } = &command
+            && let Some(count) = self.told.get_mut(link)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.told.remove(link);
+            }
+        }
+        Some(command)
+    }
+    fn unpop(&mut self, command: Command) {
+        self.count(&command);
+        self.commands.push_front(command);
+    }
+    fn push(&mut self, command: Command) {
+        self.count(&command);
+        self.commands.push_back(command);
+    }
+    fn count(&mut self, command: &Command) {
+        if let Command::Told { link, .. } = command {
+            *self.told.entry(*link).or_default() += 1;
+        }
+    }
 }
 
 impl Commands {
     pub(crate) fn new(handle: EngineHandle) -> Self {
-        Self { handle, waiting: RefCell::new(VecDeque::new()) }
+        Self { handle, waiting: RefCell::default() }
     }
     pub(crate) fn send(&self, command: Command) {
-        self.waiting.borrow_mut().push_back(command);
+        self.waiting.borrow_mut().push(command);
         self.flush();
+    }
+    /// Brings words of a link's peer engine, in their order among all commands.
+    ///
+    /// # Errors
+    /// [`ErrorKind::LimitExceeded`] if the peer's engine says more than this side's hears.
+    pub(crate) fn tell(&self, link: LinkId, message: Vec<u8>) -> Result<()> {
+        let waiting = self.waiting.borrow().told.get(&link).copied().unwrap_or(0);
+        if waiting >= limits::ENGINE_MESSAGES_WAITING_MAX {
+            return Err(Error::new(
+                ErrorKind::LimitExceeded,
+                "the peer's engine says more than this side's hears",
+            )
+            .with("waiting", waiting)
+            .with("limit", limits::ENGINE_MESSAGES_WAITING_MAX));
+        }
+        self.send(Command::Told { link, message });
+        Ok(())
     }
     /// Hands over what waits; says whether some still does.
     pub(crate) fn flush(&self) -> bool {
         let mut waiting = self.waiting.borrow_mut();
-        while let Some(command) = waiting.pop_front() {
+        while let Some(command) = waiting.pop() {
             match self.handle.try_send(command) {
                 Ok(()) => {}
                 Err((Some(command), _)) => {
-                    waiting.push_front(command);
+                    waiting.unpop(command);
                     break;
                 }
                 Err((None, e)) => {
                     // The thread has ended, which ends the worker.
                     tracing::error!(error = %e, "the engine takes no commands");
-                    waiting.clear();
+                    *waiting = Waiting::default();
                 }
             }
         }
-        !waiting.is_empty()
+        !waiting.commands.is_empty()
     }
     /// Ends the engine; nothing lands any more once this returns.
     pub(crate) fn stop(&self) {

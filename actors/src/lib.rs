@@ -35,9 +35,11 @@ mod pool;
 mod prefill;
 mod runtime;
 mod shell;
+#[cfg(test)]
+mod toy;
 
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
-pub use engine::EngineChoice;
+pub use engine::{EMULATED, EngineChoice};
 pub use handle::WorkerHandle;
 pub use kvlane_proto::prefill::Takers;
 pub use pool::Pools;

@@ -1,8 +1,10 @@
 //! The links of one worker: sessions, their machines, their reader tasks.
 //!
-//! In: sessions (dialled or accepted), frames, the engine's answers. Out: [`News`] for the room
-//! machine, commands for the engine, frames for the peers. A link that is lost takes its session and
-//! its engine's lanes with it; nothing else.
+//! In: sessions (dialled or accepted), frames, the engine's answers and words. Out: [`News`] for the
+//! room machine, commands for the engine, frames for the peers. A link that is lost takes its session
+//! and its engine's lanes with it; nothing else. What the peer's engine says reaches this side's
+//! between the commands that come of the frames before it and of those behind it: a grant is for the
+//! lanes' connections of its place in that order.
 
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
@@ -12,7 +14,8 @@ use actix::prelude::*;
 use kvlane_proto::link::{EngineChoice, Event, Link, LinkConfig, Output};
 use kvlane_proto::msg::peer::{PeerFrame, PeerMsg};
 use kvlane_proto::{
-    DataPath, Error, ErrorKind, Identity, LaneId, Layout, LinkId, Refusal, Share, Time, WorkerKey,
+    DataPath, Error, ErrorKind, Identity, LaneId, Layout, LinkId, PoolMap, Refusal, Share, Time,
+    WorkerKey, limits,
 };
 use kvlane_transport::engine::auto::{self, Part};
 use kvlane_transport::engine::{Caps, Command};
@@ -38,6 +41,8 @@ pub(crate) enum News {
         part_bytes: u64,
         share: Arc<Share>,
         pools: Arc<[Layout]>,
+        maps: Arc<[Arc<PoolMap>]>,
+        since: Time,
     },
     Deliver {
         link: LinkId,
@@ -65,6 +70,8 @@ struct Entry {
 
 pub(crate) struct Links {
     config: LinkConfig,
+    /// Where this side's pages are, pool by pool.
+    maps: Arc<[Arc<PoolMap>]>,
     engine: Rc<Commands>,
     caps: Caps,
     links: BTreeMap<LinkId, Entry>,
@@ -95,9 +102,18 @@ impl Told {
 }
 
 impl Links {
-    pub(crate) fn new(config: LinkConfig, engine: Rc<Commands>, caps: Caps) -> Self {
+    pub(crate) fn new(
+        config: LinkConfig,
+        maps: Arc<[Arc<PoolMap>]>,
+        engine: Rc<Commands>,
+        caps: Caps,
+    ) -> Self {
         let (links, by_peer) = (BTreeMap::new(), HashMap::new());
-        Self { config, engine, caps, links, by_peer, next: 0, told: Told::default() }
+        Self { config, maps, engine, caps, links, by_peer, next: 0, told: Told::default() }
+    }
+    /// Rails that the lanes of a link are spread over.
+    pub(crate) fn rails(&self) -> u16 {
+        self.caps.rails
     }
 
     /// Takes a session. An older link with the same worker is over: either it restarted, or it
@@ -155,9 +171,28 @@ impl Links {
         let whole = Part { name: self.caps.name.to_string(), blob };
         let all = std::iter::once(whole).chain(parts);
         let path = self.caps.path;
+        // The peer's engine writes the pages of a receiver itself, so it has to know where.
+        let maps: &[Arc<PoolMap>] = match path {
+            DataPath::OneSided if self.config.receiver => &self.maps,
+            _ => &[],
+        };
+        let maps: Vec<PoolMap> = maps.iter().map(|map| PoolMap::clone(map)).collect();
         Ok(all
-            .map(|Part { name, blob }| EngineChoice { name, path, blob, maps: Vec::new() })
+            .map(|Part { name, blob }| EngineChoice { name, path, blob, maps: maps.clone() })
             .collect())
+    }
+
+    /// The engine has words for the peer's. They leave at once, so before whatever the rooms say
+    /// because of later events.
+    pub(crate) fn tell(&mut self, now: Time, link: LinkId, message: Vec<u8>) -> Vec<News> {
+        if message.len() > limits::ENGINE_MESSAGE_BYTES_MAX {
+            // Lost words would leave the two engines with different ideas of their lanes.
+            let why = Error::new(ErrorKind::Internal, "the engine says too much at once")
+                .with("bytes", message.len())
+                .with("limit", limits::ENGINE_MESSAGE_BYTES_MAX);
+            return self.handle(now, link, Event::Bye(why.to_refusal()));
+        }
+        self.handle(now, link, Event::Tell(message))
     }
 
     /// The link's lanes are of this engine.
@@ -229,21 +264,36 @@ impl Links {
                         entry.machine.handle_event(now, Event::Closed(e.to_refusal()));
                     }
                 }
-                Output::Connect { engine, remote, maps } => {
+                Output::Told(message) => {
+                    if let Err(e) = self.engine.tell(link, message) {
+                        entry.machine.handle_event(now, Event::Bye(e.to_refusal()));
+                    }
+                }
+                Output::Connect { engine, remote } => {
                     let part = self.caps.name == auto::NAME && engine != auto::NAME;
                     let remote = match part {
                         true => auto::encode(&[Part { name: engine, blob: remote }]),
                         false => remote,
                     };
-                    self.engine.send(Command::Connect { link, remote, maps });
+                    self.engine.send(Command::Connect { link, remote });
                 }
-                Output::Up { path, lanes, part_bytes, share, pools } => {
+                Output::Up { path, lanes, part_bytes, share, pools, maps, since } => {
                     let engine = entry.engine;
                     entry.up = Some(engine);
                     let peer = entry.machine.peer().clone();
                     tracing::info!(%peer, %engine, lanes, part_bytes, "link is up");
                     metrics::gauge!("kvlane_links", "engine" => engine).increment(1);
-                    news.push(News::Up { link, peer, path, lanes, part_bytes, share, pools });
+                    news.push(News::Up {
+                        link,
+                        peer,
+                        path,
+                        lanes,
+                        part_bytes,
+                        share,
+                        pools,
+                        maps,
+                        since,
+                    });
                 }
                 Output::Deliver { msg, echo_sent } => {
                     news.push(News::Deliver { link, msg, echo_sent });
@@ -257,6 +307,8 @@ impl Links {
                     }
                     metrics::counter!("kvlane_links_lost_total", "why" => why.kind.code())
                         .increment(1);
+                    metrics::counter!("kvlane_engine_messages_unheard_total")
+                        .increment(entry.machine.unheard());
                     self.links.remove(&link);
                     if self.by_peer.get(&peer.identity) == Some(&link) {
                         self.by_peer.remove(&peer.identity);

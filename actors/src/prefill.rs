@@ -15,7 +15,7 @@ use kvlane_proto::{
     Time,
 };
 use kvlane_transport::clock::now;
-use kvlane_transport::engine::{Command, EngineEvent, Post, Quiesced};
+use kvlane_transport::engine::{Command, EngineEvent, Post, Quiesced, SendGrant};
 use tokio::sync::watch;
 
 use crate::calls::not_here;
@@ -283,6 +283,9 @@ impl Rooms {
                     .increment(1);
                 self.answer = Some(Err(why));
             }
+            Output::Grant { link, grant, lanes, plan } => {
+                shell.engine.send(Command::Grant(SendGrant { link, grant, lanes, plan }));
+            }
             Output::Granted { room, wanted, .. } => {
                 if let (Some(mouth), Some(_)) = (self.mouths.get(&room), wanted) {
                     mouth.granted.send_replace(wanted);
@@ -347,8 +350,8 @@ impl Side for Rooms {
     }
     fn news(&mut self, now: Time, _: &mut Shell, news: News) {
         let event = match news {
-            News::Up { link, peer, path, part_bytes, share, .. } => {
-                Event::LinkUp { link, peer, path, part_bytes, share }
+            News::Up { link, peer, path, part_bytes, share, pools, maps, since, .. } => {
+                Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since }
             }
             News::Deliver { link, msg, echo_sent } => Event::Peer { link, msg, echo_sent },
             News::Lost { link, why, .. } => Event::LinkDown { link, why },

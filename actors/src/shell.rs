@@ -81,10 +81,10 @@ pub(crate) struct Worker<S> {
 
 impl<S: Side> Worker<S> {
     pub(crate) fn new(parts: Parts, link: LinkConfig, side: S) -> Self {
-        let Parts { endpoint, engine, caps, inbox, load, fate, alive, .. } = parts;
+        let Parts { config, endpoint, engine, caps, inbox, load, fate, alive, .. } = parts;
         let engine = Rc::new(engine);
         let shell = Shell {
-            links: Links::new(link, engine.clone(), caps),
+            links: Links::new(link, config.pools.maps, engine.clone(), caps),
             calls: Calls::default(),
             engine,
             endpoint,
@@ -102,6 +102,13 @@ impl<S: Side> Worker<S> {
 
     /// Carries out what the machines want, until all of them are still.
     pub(crate) fn drive(&mut self, ctx: &mut Context<Self>) {
+        self.settle(ctx);
+        let load = self.side.load();
+        self.shell.load.send_if_modified(|old| std::mem::replace(old, load) != load);
+        self.arm(ctx);
+    }
+
+    fn settle(&mut self, ctx: &mut Context<Self>) {
         loop {
             while self.side.step(&mut self.shell, ctx) {}
             let Some(news) = self.shell.news.pop_front() else { break };
@@ -116,22 +123,21 @@ impl<S: Side> Worker<S> {
                 self.shell.links.close_engine(link);
             }
         }
-        let load = self.side.load();
-        self.shell.load.send_if_modified(|old| std::mem::replace(old, load) != load);
-        self.arm(ctx);
     }
 
-    fn take_events(&mut self) {
+    fn take_events(&mut self, ctx: &mut Context<Self>) {
+        // What an engine says in one breath happened at one time: a lane that came up, and the word
+        // that lets the peer use it.
+        let now = now();
         for event in self.shell.inbox.take() {
             if self.shell.hooks.stopped() {
                 return;
             }
-            self.engine_event(event);
+            self.engine_event(now, event, ctx);
         }
     }
 
-    fn engine_event(&mut self, event: EngineEvent) {
-        let now = now();
+    fn engine_event(&mut self, now: Time, event: EngineEvent, ctx: &mut Context<Self>) {
         let links = &mut self.shell.links;
         let news = match &event {
             EngineEvent::LaneUp { link, lane } => links.lane(now, *link, *lane, true),
@@ -147,10 +153,18 @@ impl<S: Side> Worker<S> {
             EngineEvent::Chosen { link, engine } => return links.chosen(*link, engine),
             _ => Vec::new(),
         };
-        self.shell.news.extend(news);
+        if !news.is_empty() {
+            // The rooms know a link before they hear what becomes of its lanes.
+            self.shell.news.extend(news);
+            self.settle(ctx);
+        }
         match event {
             EngineEvent::Local { link, blob } => {
                 let news = self.shell.links.local(now, link, blob);
+                self.shell.news.extend(news);
+            }
+            EngineEvent::Tell { link, message } => {
+                let news = self.shell.links.tell(now, link, message);
                 self.shell.news.extend(news);
             }
             event => self.side.engine(now, &mut self.shell, event),
@@ -184,7 +198,7 @@ impl<S: Side> Worker<S> {
             return;
         }
         // What has happened already counts before what has not.
-        self.take_events();
+        self.take_events(ctx);
         let now = now();
         let late_ms = due.map_or(0, |due| now.ms_since(due));
         if late_ms > STOOD_STILL_MS {
@@ -289,7 +303,7 @@ impl<S: Side> Handler<CallsGone> for Worker<S> {
 impl<S: Side> Handler<EngineWake> for Worker<S> {
     type Result = ();
     fn handle(&mut self, EngineWake(alive): EngineWake, ctx: &mut Context<Self>) {
-        self.take_events();
+        self.take_events(ctx);
         self.drive(ctx);
         if !alive {
             let why = Refusal::new(ErrorKind::Internal, "the engine's thread has ended");

@@ -49,6 +49,8 @@ counters! {
     KeyRepeated = "key repeated", [];
     QueueWait = "queue wait", [0, 1, 2];
     Failover = "lane loss with failover", [0, 1, 2];
+    RailLost = "rail lost under a room, done", [1];
+    Abandoned = "done behind the fence of an abandoned write", [1];
     EarlyPrefill = "early prefill", [0, 1, 2];
     LatePrefill = "offer before its leg", [0, 1, 2];
     FinishEarly = "finish with missing pages", [];
@@ -154,7 +156,7 @@ impl Coverage {
         println!("{:<40}{:>16}{:>12}{:>12}", "", KINDS[0], KINDS[1], KINDS[2]);
         for (c, name, _) in COUNTERS {
             let n = self.counts[*c as usize];
-            println!("{name:<34}{:>16}{:>12}{:>12}", n[0], n[1], n[2]);
+            println!("{name:<44}{:>6}{:>12}{:>12}", n[0], n[1], n[2]);
         }
         print!("{:<10}", "crash of");
         PHASES.iter().for_each(|p| print!("{p:>20}"));

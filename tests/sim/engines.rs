@@ -90,6 +90,14 @@ enum Fate {
     Repeat,
 }
 
+/// A grant at the engine of a sender that writes itself.
+pub(crate) struct SendGrant {
+    /// Where each part goes.
+    pub(crate) plan: Arc<Plan>,
+    /// The connections that its lanes had when it came.
+    lanes: BTreeMap<LaneId, usize>,
+}
+
 /// A grant at the receiver's engine.
 pub(crate) struct OpenGrant {
     pub(crate) sources: BTreeMap<usize, OpenSource>,
@@ -99,6 +107,8 @@ pub(crate) struct OpenGrant {
 /// What one session may fill of a grant.
 pub(crate) struct OpenSource {
     pub(crate) lanes: Vec<LaneId>,
+    /// The connections that they had: what a revoke destroys.
+    conns: Vec<usize>,
     landed: u128,
 }
 
@@ -170,6 +180,18 @@ impl World {
         pages: &PartPages,
     ) {
         self.check_post(p, sid, grant, part, lane);
+        self.put_on_wire(p, sid, grant, part, lane, pages);
+    }
+
+    pub(crate) fn put_on_wire(
+        &mut self,
+        p: usize,
+        sid: usize,
+        grant: GrantId,
+        part: PartId,
+        lane: LaneId,
+        pages: &PartPages,
+    ) {
         let s = &self.sessions[sid];
         let kind = s.kind;
         let Some(&c) = s.lanes.get(usize::from(lane.0)).filter(|&&c| c != usize::MAX) else {
@@ -180,7 +202,13 @@ impl World {
             return;
         }
         let (source, to) = if kind == Kind::OneSided {
-            match self.p[p].plans.get(&(sid, grant)).map(|plan| plan.pages(part)) {
+            let known = self.p[p].plans.get(&(sid, grant));
+            if known.and_then(|g| g.lanes.get(&lane)) != Some(&c) {
+                return self.fails(Inv::LandsInGrant, || {
+                    format!("{part:?} of {grant} is posted on a connection that it was not lent")
+                });
+            }
+            match known.map(|known| known.plan.pages(part)) {
                 Some(Ok(destination)) => writes(pages, &destination),
                 _ => Default::default(),
             }
@@ -202,13 +230,37 @@ impl World {
         }
     }
 
+    /// A sender's engine that writes itself learns of a grant: it is for the connections of now.
+    pub(crate) fn grant_at_sender(
+        &mut self,
+        p: usize,
+        sid: usize,
+        grant: GrantId,
+        lanes: &[LaneId],
+        plan: Arc<Plan>,
+    ) {
+        let s = &self.sessions[sid];
+        let bound = lanes.iter().map(|&lane| (lane, s.lanes[usize::from(lane.0)])).collect();
+        let kind = s.kind;
+        let known = self.p[p].plans.insert((sid, grant), SendGrant { plan, lanes: bound });
+        if known.is_some() || kind != Kind::OneSided {
+            self.fails(Inv::LandsInGrant, || {
+                format!("prefill {p}: {grant} on {sid} is told twice")
+            });
+        }
+    }
+
     fn wake(&mut self, c: usize) {
         if !self.conns[c].stepping && !self.conns[c].queue.is_empty() {
             self.conns[c].stepping = true;
-            // Who copies for himself may come to it late.
-            let late = self.sessions[self.conns[c].sid].kind == Kind::Memory
-                && !self.prof.calm
-                && self.rng.per_mille(60);
+            // Who copies for himself may come to it late, and what a dead sender's end has left
+            // behind may take long.
+            let often = match self.sessions[self.conns[c].sid].kind {
+                Kind::Memory => 60,
+                Kind::OneSided if !self.conns[c].alive[1] => 300,
+                _ => 0,
+            };
+            let late = !self.prof.calm && self.rng.per_mille(often);
             let most = if late { 60_000_000 } else { 600_000 };
             let at = self.now + self.rng.range(5_000, most);
             self.push(at, None, Ev::Step { conn: c });
@@ -334,6 +386,11 @@ impl World {
         if s.engine_open != [true, true] {
             return;
         }
+        let rail = usize::from(lane) % s.rails_dead.len();
+        if s.rails_dead[rail] > self.now {
+            let at = s.rails_dead[rail] + self.rng.range(1, 40_000_000);
+            return self.push(at, None, Ev::Redial { sid, lane });
+        }
         let stands = (0..2).any(|side| self.hosts[s.node(side)].stopped_until > self.now);
         let cut = self.cut_until(s.d, s.pn).or(self.cut_until(s.pn, s.d)).is_some();
         if stands || cut {
@@ -403,6 +460,26 @@ impl World {
     pub(crate) fn lose_lane(&mut self, c: usize) {
         let side = usize::from(self.rng.per_mille(700));
         self.end_of_conn(c, side);
+    }
+
+    /// The NIC of one side's end of a rail is gone, and with it every lane of the session on it.
+    pub(crate) fn lose_rail(&mut self, sid: usize, lane: LaneId, until: u64) {
+        let rails = self.sessions[sid].rails_dead.len();
+        let on = |lane: LaneId| usize::from(lane.0) % rails;
+        self.sessions[sid].rails_dead[on(lane)] = until;
+        let (d, dead) = (self.sessions[sid].d, on(lane));
+        let open = self.d[d].open.iter().filter(|(_, open)| {
+            let lanes = open.sources.get(&sid).map_or(&[][..], |s| &s.lanes);
+            lanes.iter().any(|&l| on(l) == dead) && lanes.iter().any(|&l| on(l) != dead)
+        });
+        let hit: Vec<_> = open.map(|(&grant, _)| (d, grant)).collect();
+        self.rail_lost.extend(hit);
+        let side = usize::from(self.rng.per_mille(700));
+        for c in 0..self.conns.len() {
+            if self.conns[c].sid == sid && on(LaneId(self.conns[c].lane)) == dead {
+                self.end_of_conn(c, side);
+            }
+        }
     }
 
     /// A process died: its ends are gone, without a word.
@@ -623,19 +700,26 @@ impl World {
             let pairs = open.sources.iter().filter(|(sid, _)| {
                 how == FenceHow::Revoke && self.sessions[**sid].kind == Kind::OneSided
             });
-            let pairs: Vec<_> = pairs.map(|(&sid, s)| (sid, s.lanes.clone())).collect();
-            for (sid, lanes) in pairs {
-                for c in 0..self.conns.len() {
-                    let conn = &self.conns[c];
-                    if conn.sid == sid && lanes.contains(&LaneId(conn.lane)) {
-                        self.end_of_conn(c, 0);
-                    }
+            let pairs: Vec<usize> = pairs.flat_map(|(_, s)| s.conns.iter().copied()).collect();
+            let done = self.d[d].rooms.values().any(|r| r.grant == grant && r.all_arrived());
+            for c in pairs.into_iter().filter(|&c| c != usize::MAX) {
+                let conn = &self.conns[c];
+                if done && conn.alive[0] && conn.queue.iter().any(|x| x.grant == grant) {
+                    self.cov.hit(C::Abandoned, Kind::OneSided as usize);
                 }
+                self.end_of_conn(c, 0);
             }
         }
         // Behind the notices of the lanes that it destroyed.
         let ev = Box::new(DEvent::Fenced { grant, proof: Fence(grant) });
         self.push(self.now, Some(d), Ev::Decode { d, ev });
+    }
+
+    /// Whether something that was posted under a grant can still land, with nobody to stop it.
+    pub(crate) fn may_land(&self, sids: &[usize], grant: GrantId) -> bool {
+        let one_sided = |c: &Conn| self.sessions[c.sid].kind == Kind::OneSided;
+        let mut ends = self.conns.iter().filter(|c| sids.contains(&c.sid) && c.alive[0]);
+        ends.any(|c| one_sided(c) && c.queue.iter().any(|x| x.grant == grant))
     }
 
     /// Opens a grant at the receiver's engine.
@@ -649,7 +733,9 @@ impl World {
         let parts: Vec<_> =
             sources.iter().map(|(l, _, plan)| (l.0 as usize, plan.grid().parts())).collect();
         let open = sources.iter().map(|(link, lanes, _)| {
-            (link.0 as usize, OpenSource { lanes: lanes.clone(), landed: 0 })
+            let sid = link.0 as usize;
+            let conns = lanes.iter().map(|l| self.sessions[sid].lanes[usize::from(l.0)]).collect();
+            (sid, OpenSource { lanes: lanes.clone(), conns, landed: 0 })
         });
         let open = OpenGrant { sources: open.collect(), fencing: false };
         let links = sources.into_iter().map(|(link, lanes, plan)| {

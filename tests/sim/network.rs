@@ -8,8 +8,7 @@
 use kvlane_proto::link::{self, EngineChoice, Link, LinkConfig};
 use kvlane_proto::msg::peer::{PeerFrame, PeerMsg};
 use kvlane_proto::time::holder_ms;
-use kvlane_proto::{Error, ErrorKind, LaneId, Layout, LinkId, PoolMap, Refusal};
-use std::sync::Arc;
+use kvlane_proto::{Error, ErrorKind, LaneId, LinkId, PoolMap, Refusal};
 
 use crate::coverage::C;
 use crate::engines::Kind;
@@ -33,13 +32,40 @@ pub(crate) struct Session {
     pub(crate) lanes: Vec<usize>,
     /// The memory of either side.
     pub(crate) mems: [usize; 2],
-    /// What the sender was told of the receiver's pools.
-    pub(crate) maps: Arc<[Arc<PoolMap>]>,
-    pub(crate) pools: Arc<[Layout]>,
-    seen: [u64; 2],
+    /// Until when each rail is dead.
+    pub(crate) rails_dead: Vec<u64>,
+    pub(crate) seen: [u64; 2],
 }
 
 impl Session {
+    /// Of this decode and this prefill, which is this node; not open yet.
+    pub(crate) fn new(
+        d: usize,
+        p: usize,
+        pn: usize,
+        inc: [u32; 2],
+        kind: Kind,
+        mems: [usize; 2],
+        rails: u16,
+    ) -> Self {
+        Self {
+            d,
+            p,
+            pn,
+            inc,
+            kind,
+            link: [None, None],
+            opening: true,
+            open: [false; 2],
+            up: [false; 2],
+            connected: [false; 2],
+            engine_open: [false; 2],
+            lanes: Vec::new(),
+            mems,
+            rails_dead: vec![0; usize::from(rails)],
+            seen: [0; 2],
+        }
+    }
     pub(crate) fn node(&self, side: usize) -> usize {
         if side == 0 { self.d } else { self.pn }
     }
@@ -88,25 +114,12 @@ impl World {
             Kind::OneSided,
             Kind::OneSided,
         ]);
+        // Only who writes to queue pairs has several.
+        let rails = if kind == Kind::OneSided { self.prof.rails } else { 1 };
         let sid = self.sessions.len();
-        self.sessions.push(Session {
-            d,
-            p: peer,
-            pn,
-            inc: [self.hosts[d].inc, self.hosts[pn].inc],
-            kind,
-            link: [None, None],
-            opening: true,
-            open: [false; 2],
-            up: [false; 2],
-            connected: [false; 2],
-            engine_open: [false; 2],
-            lanes: Vec::new(),
-            mems: [self.d[d].mem, self.p[peer].mem],
-            maps: [].into(),
-            pools: [].into(),
-            seen: [0; 2],
-        });
+        let inc = [self.hosts[d].inc, self.hosts[pn].inc];
+        let mems = [self.d[d].mem, self.p[peer].mem];
+        self.sessions.push(Session::new(d, peer, pn, inc, kind, mems, rails));
         let at = self.delay();
         self.push(at, None, Ev::Open { sid });
     }
@@ -142,7 +155,7 @@ impl World {
     pub(crate) fn engine_is_ready(&mut self, sid: usize, side: usize) {
         let s = &self.sessions[sid];
         let maps = match (s.kind, side) {
-            (Kind::OneSided, 0) => self.hosts[s.d].maps.iter().map(|m| (**m).clone()).collect(),
+            (Kind::OneSided, 0) => self.hosts[s.d].maps.iter().map(|m| PoolMap::clone(m)).collect(),
             _ => Vec::new(),
         };
         let name = s.kind.engine().to_string();
@@ -179,10 +192,7 @@ impl World {
             let now = self.local(self.sessions[sid].node(side));
             match out {
                 link::Output::Send(frame) => self.send_frame(sid, side, frame),
-                link::Output::Connect { maps, .. } => {
-                    if side == 1 {
-                        self.sessions[sid].maps = maps.into_iter().map(Arc::new).collect();
-                    }
+                link::Output::Connect { .. } => {
                     self.sessions[sid].connected[side] = true;
                     if self.sessions[sid].connected == [true, true] {
                         self.sessions[sid].lanes = vec![usize::MAX; usize::from(self.prof.lanes)];
@@ -192,7 +202,9 @@ impl World {
                         }
                     }
                 }
-                link::Output::Up { path, lanes, part_bytes, share, pools } => {
+                // The engines of this world need no words for each other.
+                link::Output::Told(_) => {}
+                link::Output::Up { path, lanes, part_bytes, share, pools, maps, since } => {
                     self.sessions[sid].up[side] = true;
                     let peer = self.hosts[self.sessions[sid].node(1 - side)].identity.clone();
                     let peer = self.sessions[sid].link[side]
@@ -202,11 +214,20 @@ impl World {
                         .unwrap();
                     if side == 0 {
                         self.d[d].lanes.insert(link, usize::from(lanes));
-                        let ev = DEvent::LinkUp { link, peer, path, lanes, share, pools };
+                        let rails = self.sessions[sid].rails_dead.len() as u16;
+                        let ev = DEvent::LinkUp { link, peer, path, lanes, rails, share, pools };
                         self.d[d].m.handle_event(now, ev);
                     } else {
-                        self.sessions[sid].pools = pools;
-                        let ev = PEvent::LinkUp { link, peer, path, part_bytes, share };
+                        let ev = PEvent::LinkUp {
+                            link,
+                            peer,
+                            path,
+                            part_bytes,
+                            share,
+                            pools,
+                            maps,
+                            since,
+                        };
                         self.p[p].m.handle_event(now, ev);
                     }
                 }

@@ -10,16 +10,14 @@ use std::ops::Range;
 
 use kvlane_proto::decode::{CallId, Lend, Output as DOut};
 use kvlane_proto::msg::call::{Call, Reply, Reserve};
-use kvlane_proto::msg::peer::{Offer, Outcome, PeerFrame, PeerMsg};
+use kvlane_proto::msg::peer::{Outcome, PeerFrame, PeerMsg};
 use kvlane_proto::msg::service::WorkerAddress;
-use kvlane_proto::plan::Blocks;
 use kvlane_proto::prefill::{Chunk, Output as POut, Takers};
 use kvlane_proto::time::grantor_ms;
 use kvlane_proto::{
-    BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, Layout, LinkId, PartId, Plan, Refusal,
-    RoomId, Share, Side, Span,
+    BlockList, ErrorKind, GrantId, IdempotencyKey, LaneId, Layout, LinkId, PartId, Refusal, RoomId,
+    Span,
 };
-use std::sync::Arc;
 
 use crate::coverage::C;
 use crate::engines::Kind;
@@ -784,7 +782,8 @@ impl World {
     /// Before an arrival reaches the machine, for the phases of the coverage.
     fn count_arrival(&mut self, d: usize, link: LinkId, grant: GrantId, part: PartId) {
         let Some(room) = self.room_of_grant(d, grant) else { return };
-        let Some(r) = self.d[d].rooms.get_mut(&room) else { return };
+        // What comes behind the decision does not count.
+        let Some(r) = self.d[d].rooms.get_mut(&room).filter(|r| r.phase < 6) else { return };
         if let Some((_, arrived)) = r.sources.get_mut(&(link.0 as usize)) {
             *arrived |= 1 << part.0;
         }
@@ -957,6 +956,14 @@ impl World {
                     return self.fails(Inv::DoneIsComplete, || format!("{room} was never granted"));
                 };
                 self.check_done(d, room, &blocks, span, from);
+                if self.may_land(&sids, grant) {
+                    self.fails(Inv::LandsInGrant, || {
+                        format!("{room} is done, and a write of {grant} can still land")
+                    });
+                }
+                if self.rail_lost.contains(&(d, grant)) {
+                    self.cov.hit(C::RailLost, Kind::OneSided as usize);
+                }
                 self.count_done(d, &sids, parts, span);
                 let pools = &self.hosts[d].pools;
                 let theirs = &self.hosts[self.sessions[from].pn].pools;
@@ -1238,13 +1245,16 @@ impl World {
                 }
                 POut::Refused { why, .. } => self.p[p].refused = Some(why),
                 POut::ChunkTaken { .. } => {}
-                POut::Granted { room, link, offer, parts, wanted } => {
+                POut::Grant { link, grant, lanes, plan } => {
+                    self.grant_at_sender(p, link.0 as usize, grant, &lanes, plan);
+                }
+                POut::Granted { room, link, grant, parts, wanted } => {
                     let sid = link.0 as usize;
-                    self.granted(p, sid, &offer, parts);
+                    self.granted(p, sid, room, grant, parts);
                     let kind = self.sessions[sid].kind();
                     if let Some(r) = self.p[p].rooms.get_mut(&room) {
                         let c = if r.since < self.now { C::EarlyPrefill } else { C::LatePrefill };
-                        r.granted.insert(sid, offer.grant);
+                        r.granted.insert(sid, grant);
                         r.wanted = wanted;
                         self.cov.hit(c, kind);
                     }
@@ -1273,24 +1283,17 @@ impl World {
         }
     }
 
-    /// A sender's engine that writes itself learns where to.
-    fn granted(&mut self, p: usize, sid: usize, offer: &Offer, parts: u32) {
+    /// Both sides have cut the room into the same parts, and an engine that writes itself knows
+    /// where they go.
+    fn granted(&mut self, p: usize, sid: usize, room: RoomId, grant: GrantId, parts: u32) {
         let s = &self.sessions[sid];
-        let mut found = parts;
-        if s.kind == Kind::OneSided {
-            let ours = &self.hosts[s.pn].pools;
-            let share = Arc::new(Share::between(ours, &s.pools).unwrap());
-            let blocks = Blocks::lent(&s.pools, &s.maps, &offer.span, &offer.blocks).unwrap();
-            let (side, part_bytes) = (Side::Destination, self.prof.part_bytes);
-            let plan = Plan::new(share, side, &offer.span, part_bytes, blocks.into()).unwrap();
-            found = plan.grid().parts();
-            self.p[p].plans.insert((sid, offer.grant), Arc::new(plan));
-        }
-        let opened = self.d[s.d].rooms.get(&offer.room).and_then(|r| r.sources.get(&sid));
+        let planned = self.p[p].plans.get(&(sid, grant)).map(|g| g.plan.grid().parts());
+        let found = if s.kind == Kind::OneSided { planned } else { Some(parts) };
+        let opened = self.d[s.d].rooms.get(&room).and_then(|r| r.sources.get(&sid));
         let expected = opened.map_or(parts, |s| s.0);
-        if (found, expected) != (parts, parts) {
+        if (found, expected) != (Some(parts), parts) {
             self.fails(Inv::DoneIsComplete, || {
-                format!("{}: {parts} parts at the sender, {found} planned, {expected}", offer.room)
+                format!("{room}: {parts} parts at the sender, {found:?} planned, {expected}")
             });
         }
     }

@@ -24,7 +24,7 @@ use kvlane_proto::{
 };
 
 use crate::coverage::{C, Coverage, PHASES};
-use crate::engines::{Conn, OpenGrant};
+use crate::engines::{Conn, Kind, OpenGrant, SendGrant};
 use crate::invariants::{Inv, Violation};
 use crate::network::Session;
 use crate::pools::{Geometry, Ids, Memory};
@@ -84,6 +84,7 @@ pub(crate) enum Fault {
     Stop { node: usize, ns: u64 },
     Cut { a: usize, b: usize, both: bool, ns: u64 },
     LaneLoss { n: usize },
+    RailLoss { n: usize, ns: u64 },
     Drain { node: usize },
 }
 
@@ -170,8 +171,8 @@ pub(crate) struct PNode {
     pub(crate) m: Prefill<Quiet>,
     pub(crate) mem: usize,
     pub(crate) rooms: BTreeMap<RoomId, PRoom>,
-    /// The receiver's pages, by grant.
-    pub(crate) plans: BTreeMap<(usize, GrantId), Arc<Plan>>,
+    /// What its engine knows of the grants that it writes under itself.
+    pub(crate) plans: BTreeMap<(usize, GrantId), SendGrant>,
     /// When the holder's lease ends, by this side's own clock.
     pub(crate) leases: BTreeMap<(usize, GrantId), Time>,
     pub(crate) posted: BTreeMap<(usize, GrantId, PartId), (LaneId, u32)>,
@@ -188,6 +189,8 @@ pub(crate) struct Profile {
     pub(crate) part_bytes: u64,
     pub(crate) lanes: u16,
     pub(crate) lanes_per_room: u16,
+    /// Of one-sided sessions.
+    pub(crate) rails: u16,
     pub(crate) drop: u64,
     pub(crate) duplicate: u64,
     pub(crate) delay_ms: u64,
@@ -242,6 +245,8 @@ pub(crate) struct World {
     pub(crate) next_call: u64,
     /// Cut directions: (from, to, until).
     pub(crate) cuts: Vec<(usize, usize, u64)>,
+    /// Grants that had lanes on a rail when it died, and lanes on others.
+    pub(crate) rail_lost: BTreeSet<(usize, GrantId)>,
     /// Grants whose serve word the sender has raised.
     pub(crate) bumped: BTreeSet<(usize, GrantId)>,
     /// Outcomes as decided: (decode, its start, room) → done.
@@ -272,6 +277,7 @@ impl World {
         let lanes = rng.range(1, 4) as u16;
         let lossy = !calm && rng.per_mille(700);
         let room_lanes = rng.range(1, 2) as u16;
+        let rails = rng.range(1, 2) as u16;
         let prof = Profile {
             mutant,
             calm,
@@ -279,6 +285,7 @@ impl World {
             lanes,
             // Now and then more than a link has, which never fits.
             lanes_per_room: if !calm && rng.per_mille(20) { 5 } else { lanes.min(room_lanes) },
+            rails,
             drop: if lossy { *rng.pick(&[10, 50, 150, 300]) } else { 0 },
             duplicate: if calm { 0 } else { *rng.pick(&[0, 50, 200]) },
             delay_ms: *rng.pick(&[0, 2, 10, 80]),
@@ -328,6 +335,7 @@ impl World {
             calls: BTreeMap::new(),
             next_call: 0,
             cuts: Vec::new(),
+            rail_lost: BTreeSet::new(),
             bumped: BTreeSet::new(),
             decided: BTreeMap::new(),
             done_at: BTreeSet::new(),
@@ -475,6 +483,10 @@ impl World {
                     let both = self.rng.per_mille(500);
                     Fault::Cut { a, b, both, ns: self.rng.ms(5, 2_000) }
                 }
+                7 | 8 => {
+                    let n = self.rng.range(0, 1000) as usize;
+                    Fault::RailLoss { n, ns: self.rng.ms(1, 3_000) }
+                }
                 _ => Fault::LaneLoss { n: self.rng.range(0, 1000) as usize },
             };
             self.push(at, None, Ev::Fault(fault));
@@ -583,11 +595,26 @@ impl World {
         self.violation.take()
     }
 
+    /// Forgets what was planned.
+    pub(crate) fn clear(&mut self) {
+        self.heap.clear();
+    }
+    /// The next thing that happens before `until`, for whoever plays without machines.
+    pub(crate) fn next_before(&mut self, until: u64) -> Option<Ev> {
+        if self.heap.peek().is_none_or(|Reverse(item)| item.at >= until) {
+            self.now = until;
+            return None;
+        }
+        let Reverse(item) = self.heap.pop()?;
+        self.now = item.at;
+        Some(item.ev)
+    }
+
     pub(crate) fn mix(&mut self, value: u64) {
         self.hash = (self.hash ^ value).wrapping_mul(0x0100_0000_01b3).rotate_left(17);
     }
 
-    fn dispatch(&mut self, ev: Ev) {
+    pub(crate) fn dispatch(&mut self, ev: Ev) {
         match ev {
             Ev::Timer { node, id } if id == self.hosts[node].timer => self.timer(node),
             // Another was set since.
@@ -769,6 +796,17 @@ impl World {
                     (0..self.conns.len()).filter(|&c| self.conns[c].alive[1]).collect();
                 if !alive.is_empty() {
                     self.lose_lane(alive[n % alive.len()]);
+                }
+            }
+            Fault::RailLoss { n, ns } => {
+                let one_sided = |c: &Conn| self.sessions[c.sid].kind == Kind::OneSided;
+                let alive: Vec<&Conn> =
+                    self.conns.iter().filter(|c| c.alive[1] && one_sided(c)).collect();
+                if let Some(c) = alive.get(n % alive.len().max(1)) {
+                    let (sid, lane) = (c.sid, LaneId(c.lane));
+                    // In the end all of them work.
+                    let until = (self.now + ns).min(self.prof.active_ns);
+                    self.lose_rail(sid, lane, until);
                 }
             }
         }

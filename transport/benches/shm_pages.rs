@@ -101,7 +101,7 @@ impl Hand {
             return Err("no blob".into());
         };
         tx.command(now(), listen(false));
-        tx.command(now(), Command::Connect { link: LINK, remote: blob?, maps: Vec::new() });
+        tx.command(now(), Command::Connect { link: LINK, remote: blob? });
         let mut hand = Self { tx, rx, grant: 0 };
         hand.until(|e| matches!(e, EngineEvent::LaneUp { .. }))?;
         Ok(hand)

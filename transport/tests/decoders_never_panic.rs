@@ -211,3 +211,90 @@ fn parts_too_small_or_lists_too_long_are_refused_by_name() {
         assert!(text.contains(want) && text.contains("limit="), "{want}: {text}");
     }
 }
+
+/// What two `gpunetio` engines say to each other, as [`mutated_messages_and_noise_are_refused_or_sound`].
+#[test]
+fn mutated_words_of_gpunetio_engines_are_refused_or_sound() {
+    use kvlane_transport::emulated::client::{About, Key, Peer};
+    use kvlane_transport::engine::gpunetio::wire::{Blob, Message, Opened};
+
+    let end = Peer { number: 0x12_3456, sequence: 0xff_ffff };
+    let region = |n: u64| Opened { address: n << 40, bytes: 4096 * n, key: Key(n as u32) };
+    let (lane, epoch) = (3, 1 << 33);
+    let nic = |n: u64| About { name: format!("emulated{n}"), guid: n << 50 };
+    let golden = [
+        Message::Pair { lane, epoch, guid: 7, end, credit: (1 << 47, Key(9)) }.encode(),
+        Message::Paired { lane, epoch, end, receives: 32, regions: vec![] }.encode(),
+        Message::Paired { lane, epoch, end, receives: 1, regions: (1..9).map(region).collect() }
+            .encode(),
+        Message::Up { lane, epoch }.encode(),
+        Message::Broken { lane, epoch, why: "no_path: the NIC is lost é".into() }.encode(),
+        Message::Regions { guid: 7, regions: (1..4).map(region).collect() }.encode(),
+        Blob { lanes: 4, nics: vec![nic(1), nic(2)] }.encode(),
+    ];
+    let reencode = |bytes: &[u8]| {
+        let message = Message::decode(bytes).map(|m| m.encode());
+        let blob = Blob::decode(bytes).map(|b| b.encode());
+        [message, blob].map(|again| {
+            if let Ok(again) = &again {
+                assert_eq!(again, bytes, "not canonical");
+            }
+            again.is_ok()
+        })
+    };
+    for (n, bytes) in golden.iter().enumerate() {
+        assert_eq!(reencode(bytes)[usize::from(n == 6)], true, "{n}");
+    }
+    let mut random = Random(0x6770_756e);
+    let (mut refused, mut sound) = (0, [0, 0]);
+    for case in 0..CASES {
+        let bytes = if case % 10 == 0 {
+            (0..random.below(200)).map(|_| random.next() as u8).collect()
+        } else {
+            let mut bytes = golden[random.below(golden.len())].clone();
+            mutate(&mut bytes, &golden[random.below(golden.len())], &mut random);
+            bytes
+        };
+        let fits = reencode(&bytes);
+        refused += u32::from(fits == [false, false]);
+        (0..2).for_each(|n| sound[n] += u32::from(fits[n]));
+    }
+    assert!(refused > 10_000 && sound[0] > 1000 && sound[1] > 100, "{refused} refused, {sound:?}");
+}
+
+/// A receiver with as many slabs as any rank may have still says where they are in one frame.
+#[test]
+fn maps_of_the_most_pools_and_layers_fit_a_frame() {
+    use kvlane_proto::msg::peer::{EngineOffer, LinkInfo, PeerMsg};
+    use kvlane_proto::{Device, Layout, PoolMap, limits};
+    use kvlane_transport::wire::message;
+
+    let layout = Layout { layers: limits::LAYERS_MAX, ..common::layout() };
+    let pools = vec![layout; limits::POOLS_MAX];
+    let map = |at: u64, l: &Layout| PoolMap::contiguous(Device::Host, at << 44, l, 1 << 20);
+    let maps = (1..).zip(&pools).map(|(at, l)| map(at, l)).collect();
+    let engine = EngineOffer { name: "gpunetio".into(), blob: vec![0; 4096], maps };
+    let info = LinkInfo { pools, engines: vec![engine], lanes: 64, part_bytes: 1 << 20 };
+    let frame = PeerFrame { seq: 1, echo: 0, msg: PeerMsg::Describe(Box::new(info)) };
+    let bytes = message::seal(&frame).unwrap();
+    assert!(bytes.len() < limits::FRAME_BYTES_MAX / 8, "{}", bytes.len());
+    assert_eq!(message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).unwrap(), frame);
+}
+
+#[test]
+fn words_of_engines_are_bounded() {
+    use kvlane_proto::msg::peer::PeerMsg;
+    use kvlane_proto::{ErrorKind, limits};
+    use kvlane_transport::wire::message;
+
+    let pass = |bytes| {
+        let msg = PeerMsg::Engine(vec![7; bytes]);
+        let bytes = message::seal(&PeerFrame { seq: 1, echo: 0, msg }).unwrap();
+        message::open::<PeerFrame>(&bytes[HEADER_BYTES..]).map(drop)
+    };
+    let most = limits::ENGINE_MESSAGE_BYTES_MAX;
+    assert!(pass(0).is_ok() && pass(most).is_ok());
+    let e = pass(most + 1).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::LimitExceeded);
+    assert!(e.to_string().contains(&format!("found={}, limit={most}", most + 1)), "{e}");
+}

@@ -101,7 +101,7 @@ fn offer(name: &str, blob: Vec<u8>) -> Vec<u8> {
     encode(&[Part { name: name.into(), blob }])
 }
 fn connect(remote: Vec<u8>) -> Command {
-    Command::Connect { link: LINK, remote, maps: Vec::new() }
+    Command::Connect { link: LINK, remote }
 }
 /// Both told of each other; what they say is kept.
 fn linked(tx: Box<dyn Engine>, rx: Box<dyn Engine>, lanes: u16) -> Pair {
@@ -298,7 +298,7 @@ impl Three {
                 0 => (of_rx, of_tx),
                 _ => (decode(&of_rx).unwrap().remove(1).blob, offer("tcp", of_tx)),
             };
-            let connect = |remote| Command::Connect { link, remote, maps: Vec::new() };
+            let connect = |remote| Command::Connect { link, remote };
             t.rx.command(now(), connect(of_tx));
             t.senders[n].command(now(), connect(of_rx));
         }

@@ -254,7 +254,7 @@ fn sleepers_are_woken() {
     let listen =
         Command::Listen { link: LINK, peer: peer(Role::Decode), lanes: 1, receiver: false };
     tx.send(listen).unwrap();
-    tx.send(Command::Connect { link: LINK, remote: r.blob.encode(), maps: Vec::new() }).unwrap();
+    tx.send(Command::Connect { link: LINK, remote: r.blob.encode() }).unwrap();
     while !matches!(events.recv_timeout(PATIENCE).unwrap(), EngineEvent::LaneUp { .. }) {}
     let ids: Vec<u32> = (0..512).collect();
     let (from, to) = (src.plan(&ids, 4096), dst.plan(&ids, 4096));
@@ -410,7 +410,7 @@ fn send_one(blob: &[u8]) {
     let mut p = Pair::new(couple(false));
     p.tx.register(&src.region).unwrap();
     p.tell_tx(Command::Listen { link: LINK, peer: peer(Role::Decode), lanes: 1, receiver: false });
-    p.tell_tx(Command::Connect { link: LINK, remote: blob.to_vec(), maps: Vec::new() });
+    p.tell_tx(Command::Connect { link: LINK, remote: blob.to_vec() });
     p.until("lane", |p| p.from_tx.iter().any(|e| matches!(e, EngineEvent::LaneUp { .. })));
     p.post(7, 0, 0, &plan);
     println!("posted");
@@ -431,7 +431,7 @@ fn memory_that_the_kernel_withholds_is_refused_with_the_fix() {
         let listen =
             Command::Listen { link: LINK, peer: peer(Role::Decode), lanes: 1, receiver: false };
         p.tell_tx(listen);
-        p.tell_tx(Command::Connect { link: LINK, remote: blob, maps: Vec::new() });
+        p.tell_tx(Command::Connect { link: LINK, remote: blob });
         p.until("lane", |p| p.from_tx.iter().any(|e| matches!(e, EngineEvent::LaneUp { .. })));
         p.post(7, 0, 0, &src.plan(&[1], 4096));
         p.until("answer", |p| p.acked() + p.nacked().len() > 0);
@@ -495,7 +495,7 @@ fn a_sender_killed_in_a_copy_costs_its_lane_only() {
     src.fill(5);
     p.tx.register(&src.region).unwrap();
     p.tell_tx(Command::Listen { link: LINK, peer: peer(Role::Decode), lanes: 1, receiver: false });
-    p.tell_tx(Command::Connect { link: LINK, remote: blob, maps: Vec::new() });
+    p.tell_tx(Command::Connect { link: LINK, remote: blob });
     p.until("lane", |p| p.from_tx.iter().any(|e| matches!(e, EngineEvent::LaneUp { .. })));
     p.clear();
     p.send_all(7, 1, &src.plan(&ids, 64 << 20));
@@ -939,7 +939,7 @@ fn memory_is_shared_only_with_who_proves_to_have_the_blob() {
     p.tell_tx(Command::Listen { link: LINK, peer: peer(Role::Decode), lanes: 1, receiver: false });
     let door = Door { token: [1; 16], proof: [2; 16], name };
     let remote = Blob { lanes: 1, door: Some(door) }.encode();
-    p.tell_tx(Command::Connect { link: LINK, remote, maps: Vec::new() });
+    p.tell_tx(Command::Connect { link: LINK, remote });
     let (mut bytes, mut fds) = ([0; MESSAGE_BYTES], Vec::new());
     let socket = listener.accept().unwrap();
     p.until("hello", |_| socket.receive(&mut bytes, &mut fds).is_ok());
@@ -976,7 +976,7 @@ fn a_socket_that_cannot_be_reached_is_named_with_the_fix() {
         let remote = Blob { lanes: 2, door: Some(door) }.encode();
         p.poll_tx();
         p.clear();
-        p.tell_tx(Command::Connect { link: LINK, remote, maps: Vec::new() });
+        p.tell_tx(Command::Connect { link: LINK, remote });
         p.poll_tx();
         let Some(EngineEvent::Local { blob: Err(e), link: LinkId(1) }) = p.from_tx.pop() else {
             panic!("{:?}", p.from_tx)

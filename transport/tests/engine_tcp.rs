@@ -333,7 +333,7 @@ fn sender_with(listener: &TcpListener, lanes: u16) -> Pair {
     p.tell_tx(Command::Listen { link: LINK, peer: peer(Role::Decode), lanes, receiver: false });
     let blob =
         Blob { lanes, token: [3; 16], addresses: vec![listener.local_addr().unwrap()] }.encode();
-    p.tell_tx(Command::Connect { link: LINK, remote: blob, maps: Vec::new() });
+    p.tell_tx(Command::Connect { link: LINK, remote: blob });
     p
 }
 fn accept(listener: &TcpListener, p: &mut Pair) -> TcpStream {

@@ -200,12 +200,12 @@ impl<'a> Bench<'a> {
         let setup = &self.config.setup;
         let (sender, own) = Sender::start(setup, &self.pool, &self.stop)?;
         let ask = Ask::Engine { setup: setup.clone(), size };
-        let Answer::Engine { blob, map: theirs, emulated } = self.ask(&ask, ANSWER)? else {
+        let Answer::Engine { blob, emulated } = self.ask(&ask, ANSWER)? else {
             return Err(misunderstood());
         };
         let map = size.map(&self.pool);
-        self.done(&Ask::Connect { blob: own, map: map.clone() }, ANSWER)?;
-        sender.connect(blob, theirs)?;
+        self.done(&Ask::Connect { blob: own }, ANSWER)?;
+        sender.connect(blob)?;
         let emulated = emulated || sender.emulated();
         Ok(Ours { sender, map: Arc::new(map), emulated })
     }

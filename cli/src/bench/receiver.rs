@@ -81,13 +81,12 @@ impl Receiving {
                 let (pool, _) = self.pool()?;
                 let open = Open::new(&setup, size, pool)?;
                 let blob = link::blob(&open.said, &self.stop)?;
-                let (map, emulated) = (PoolMap::clone(&open.map), open.caps.emulated);
+                let emulated = open.caps.emulated;
                 self.engine = Some(open);
-                return Ok(Answer::Engine { blob, map, emulated });
+                return Ok(Answer::Engine { blob, emulated });
             }
-            Ask::Connect { blob, map } => {
-                let connect = Command::Connect { link: LINK, remote: blob, maps: vec![map] };
-                self.engine()?.handle.send(connect)?;
+            Ask::Connect { blob } => {
+                self.engine()?.handle.send(Command::Connect { link: LINK, remote: blob })?;
             }
             Ask::Open { grant, draw, part_bytes } => {
                 self.engine()?.open(GrantId(grant), draw, part_bytes)?;

@@ -9,9 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvlane_proto::{
-    Error, ErrorKind, GrantId, LaneId, PartId, PartPages, PoolMap, Refusal, Result, limits,
-};
+use kvlane_proto::{Error, ErrorKind, GrantId, LaneId, PartId, PartPages, Refusal, Result, limits};
 use kvlane_transport::engine::driver::EngineHandle;
 use kvlane_transport::engine::{Caps, Command, EngineEvent, Post};
 use kvlane_transport::memory::Region;
@@ -137,8 +135,8 @@ impl Sender {
         Ok((sender, blob))
     }
     /// Connects to the receiver's engine; returns when every lane carries pages.
-    pub(crate) fn connect(&self, remote: Vec<u8>, map: PoolMap) -> Result<()> {
-        self.handle.send(Command::Connect { link: LINK, remote, maps: vec![map] })?;
+    pub(crate) fn connect(&self, remote: Vec<u8>) -> Result<()> {
+        self.handle.send(Command::Connect { link: LINK, remote })?;
         let mut missing = self.lanes;
         link::until(&self.said, "the engine's lanes", &self.stop, |event| match event {
             EngineEvent::LaneUp { .. } => {

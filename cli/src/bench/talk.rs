@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use kvlane_proto::{Error, ErrorKind, PoolMap, Refusal, Result};
+use kvlane_proto::{Error, ErrorKind, Refusal, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -36,7 +36,7 @@ pub(crate) enum Ask {
     /// Starts an engine with one link, for one page size.
     Engine { setup: Setup, size: Size },
     /// What the sender's engine said.
-    Connect { blob: Vec<u8>, map: PoolMap },
+    Connect { blob: Vec<u8> },
     /// Opens a grant for a draw.
     Open { grant: u64, draw: Draw, part_bytes: u64 },
     /// Fences it.
@@ -59,7 +59,7 @@ pub(crate) enum Ask {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Answer {
     Done,
-    Engine { blob: Vec<u8>, map: PoolMap, emulated: bool },
+    Engine { blob: Vec<u8>, emulated: bool },
     Listening { port: u16 },
     Checked { bytes: u64 },
     Failed(Refusal),

@@ -168,7 +168,7 @@ impl Engines {
         };
         let remote = blob(&said_rx)?;
         blob(&said_tx)?;
-        tx.send(Command::Connect { link: LINK, remote, maps: Vec::new() })?;
+        tx.send(Command::Connect { link: LINK, remote })?;
         match said_tx.recv_timeout(Duration::from_secs(5))? {
             EngineEvent::LaneUp { .. } => {}
             other => return Err(format!("{other:?}").into()),

@@ -24,6 +24,8 @@ pub const ADDRESS_BYTES_MAX: usize = 256;
 pub const BLOB_BYTES_MAX: usize = 4 << 10;
 /// Longest message of one engine to another over their link.
 pub const ENGINE_MESSAGE_BYTES_MAX: usize = 16 << 10;
+/// Most such messages of one link that wait for the engine.
+pub const ENGINE_MESSAGES_WAITING_MAX: usize = 256;
 /// Most blocks in one room.
 pub const BLOCKS_PER_ROOM_MAX: u32 = 1 << 19;
 /// Most layers in one model.

@@ -2,11 +2,12 @@
 //!
 //! One machine for each session, the same on both sides; decode dials and receives. Owns: what each
 //! side described, the choice of engine, the numbers that leases count by, heartbeats. In: frames,
-//! the engine's answers, the death notice, time. Out: [`Output`].
+//! the engine's answers and words, the death notice, time. Out: [`Output`].
 //!
 //! Invariants: rooms start only when both sides have said `Ready`; layouts are compared before any
 //! lane is made; a lease never counts from later than the send of the frame it echoes; silence of
-//! [`LinkConfig::misses`] heartbeats, or a death notice that a probe confirms, ends the link.
+//! [`LinkConfig::misses`] heartbeats, or a death notice that a probe confirms, ends the link; what
+//! one engine tells the other comes out in the order of the frames, among the messages of the rooms.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -80,6 +81,8 @@ pub enum Event {
     LaneUp(LaneId),
     /// The engine: a lane does not.
     LaneDown(LaneId),
+    /// The engine has something to say to the peer's.
+    Tell(Vec<u8>),
     /// The death notice came; it may be a mistake.
     Suspect(String),
     /// The session has ended.
@@ -99,9 +102,9 @@ pub enum Output {
         engine: String,
         /// The peer's blob.
         remote: Vec<u8>,
-        /// The receiver's pages, where this side's engine writes them itself.
-        maps: Vec<PoolMap>,
     },
+    /// What the peer's engine said, for this side's.
+    Told(Vec<u8>),
     /// Rooms may start.
     Up {
         /// Who moves the bytes.
@@ -114,6 +117,10 @@ pub enum Output {
         share: Arc<Share>,
         /// The peer's pools.
         pools: Arc<[Layout]>,
+        /// Where the pages of each are, if this side's engine writes them itself.
+        maps: Arc<[Arc<PoolMap>]>,
+        /// When the last of the lanes came up.
+        since: Time,
     },
     /// A message for the rooms.
     Deliver {
@@ -144,9 +151,11 @@ pub struct Link {
     phase: Phase,
     local: Option<Vec<EngineChoice>>,
     remote: Option<LinkInfo>,
-    chosen: Option<EngineChoice>,
+    chosen: Option<Chosen>,
     share: Option<Arc<Share>>,
     lanes_up: Vec<bool>,
+    /// When the last one came up.
+    since: Time,
     part_bytes: u64,
     said_ready: bool,
     peer_ready: bool,
@@ -158,7 +167,17 @@ pub struct Link {
     last_seen: Time,
     opened: Time,
     probing_until: Option<Time>,
+    /// Words of the peer's engine that came when no engine here was to hear them.
+    unheard: u64,
     out: VecDeque<Output>,
+}
+
+/// The engine that both sides agreed on.
+#[derive(Debug)]
+struct Chosen {
+    path: DataPath,
+    /// The receiver's, if this side's engine writes its pages.
+    maps: Arc<[Arc<PoolMap>]>,
 }
 
 /// Distance of two remembered sends; a lease may be counted short by this much.
@@ -171,6 +190,7 @@ impl Link {
     pub fn new(now: Time, peer: WorkerKey, config: LinkConfig) -> Self {
         Self {
             lanes_up: vec![false; usize::from(config.lanes)],
+            since: now,
             part_bytes: config.part_bytes,
             config,
             peer,
@@ -188,6 +208,7 @@ impl Link {
             last_seen: now,
             opened: now,
             probing_until: None,
+            unheard: 0,
             out: VecDeque::new(),
         }
     }
@@ -195,6 +216,10 @@ impl Link {
     /// Who is at the other end.
     pub fn peer(&self) -> &WorkerKey {
         &self.peer
+    }
+    /// Words of the peer's engine that were dropped: it spoke before both sides had agreed.
+    pub fn unheard(&self) -> u64 {
+        self.unheard
     }
     /// Whether rooms may run.
     pub fn is_up(&self) -> bool {
@@ -233,7 +258,9 @@ impl Link {
         }
         self.seq += 1;
         self.last_sent = now;
-        if self.sent.back().is_none_or(|(_, at)| now >= at.plus_ms(SENT_EVERY_MS)) {
+        // What is said of lanes is remembered exactly: offers that echo it are newer than the lanes.
+        let exact = matches!(msg, PeerMsg::Engine(_) | PeerMsg::Ready);
+        if exact || self.sent.back().is_none_or(|(_, at)| now >= at.plus_ms(SENT_EVERY_MS)) {
             self.sent.push_back((self.seq, now));
             if self.sent.len() > SENT_MAX {
                 self.sent.pop_front();
@@ -271,6 +298,7 @@ impl Link {
                 if let Some(up) = self.lanes_up.get_mut(usize::from(lane.0)) {
                     *up = true;
                 }
+                self.since = now;
                 self.ready(now);
             }
             Event::LaneDown(lane) => {
@@ -278,6 +306,7 @@ impl Link {
                     *up = false;
                 }
             }
+            Event::Tell(message) => self.send(now, PeerMsg::Engine(message)),
             Event::Suspect(_) if self.probing_until.is_some() => {}
             Event::Suspect(_) => {
                 self.probing_until = Some(now.plus_ms(self.config.probe_ms));
@@ -384,6 +413,11 @@ impl Link {
                 self.peer_ready = true;
                 self.ready(now);
             }
+            // Lanes are made by these, so they are heard before rooms are.
+            PeerMsg::Engine(message) => match self.phase {
+                Phase::Connecting | Phase::Up => self.out.push_back(Output::Told(message)),
+                Phase::Describing | Phase::Over => self.unheard += 1,
+            },
             msg if self.phase == Phase::Up => {
                 self.out.push_back(Output::Deliver { msg, echo_sent })
             }
@@ -431,12 +465,12 @@ impl Link {
                 }
                 self.lanes_up.resize(usize::from(lanes), false);
                 self.phase = Phase::Connecting;
-                self.out.push_back(Output::Connect {
-                    engine: mine.name.clone(),
-                    remote: theirs.blob,
-                    maps: theirs.maps,
-                });
-                self.chosen = Some(mine);
+                let maps = match writes_itself(&mine, self.config.receiver) {
+                    true => theirs.maps.into_iter().map(Arc::new).collect(),
+                    false => [].into(),
+                };
+                self.chosen = Some(Chosen { path: mine.path, maps });
+                self.out.push_back(Output::Connect { engine: mine.name, remote: theirs.blob });
                 self.ready(now);
             }
             Err(e) => self.handle_event(now, Event::Bye(e.to_refusal())),
@@ -459,6 +493,9 @@ impl Link {
         }
         for theirs in &remote.engines {
             if let Some(mine) = local.iter().find(|m| m.name == theirs.name) {
+                if writes_itself(mine, self.config.receiver) {
+                    check_maps(theirs, &remote.pools).map_err(|e| e.with("peer", &self.peer))?;
+                }
                 return Ok((mine.clone(), theirs.clone(), share));
             }
         }
@@ -488,6 +525,8 @@ impl Link {
                 part_bytes: self.part_bytes,
                 share: share.clone(),
                 pools: remote.pools.as_slice().into(),
+                maps: chosen.maps.clone(),
+                since: self.since,
             });
         }
     }
@@ -502,11 +541,28 @@ impl Link {
     }
 }
 
+/// This side's engine puts pages in place at the peer, by the peer's addresses.
+fn writes_itself(mine: &EngineChoice, receiver: bool) -> bool {
+    mine.path == DataPath::OneSided && !receiver
+}
+
+/// A receiver whose pages are written says where they are; what it says has been checked.
+fn check_maps(theirs: &EngineOffer, pools: &[Layout]) -> Result<()> {
+    if theirs.maps.len() != pools.len() {
+        return Err(Error::new(ErrorKind::Incompatible, "the decode does not say where its pages are")
+            .with("engine", &theirs.name)
+            .with("maps", theirs.maps.len())
+            .with("pools", pools.len())
+            .hint("start both workers with builds of the same version: this engine writes the decode's pages itself"));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::ids::{Identity, Incarnation, Role};
-    use crate::layout::{Dtype, small_layout};
+    use crate::layout::{Device, Dtype, small_layout};
 
     fn key(role: Role) -> WorkerKey {
         let identity = Identity::new("c", role, "w", 0).unwrap();
@@ -673,6 +729,134 @@ mod tests {
                 assert_eq!(echo_sent, Time(0).plus_ms(2_000));
             }
             o => panic!("{o:?}"),
+        }
+    }
+
+    fn one_sided(maps: Vec<PoolMap>) -> EngineChoice {
+        EngineChoice { path: DataPath::OneSided, maps, ..engine("gpunetio") }
+    }
+    fn map() -> PoolMap {
+        PoolMap::contiguous(Device::Host, 4096, &small_layout(), 16)
+    }
+    fn says(message: &[u8]) -> Event {
+        let msg = PeerMsg::Engine(message.to_vec());
+        Event::Frame(PeerFrame { seq: 1, echo: 0, msg })
+    }
+
+    #[test]
+    fn engines_hear_each_other_from_their_choice_on_in_order_with_the_rooms() {
+        let (mut d, mut p) = pair(small_layout());
+        d.handle_event(Time(0), says(b"early"));
+        assert_eq!(d.unheard(), 1, "no engine was to hear it");
+        d.handle_event(Time(0), Event::Local(vec![one_sided(vec![map()])]));
+        p.handle_event(Time(0), Event::Local(vec![one_sided(Vec::new())]));
+        settle(Time(0), &mut d, &mut p);
+        // Lanes are made by what the engines tell each other.
+        p.handle_event(Time(0), Event::Tell(b"dial".to_vec()));
+        d.handle_event(Time(0), Event::Tell(b"listen".to_vec()));
+        let (a, b) = settle(Time(0), &mut d, &mut p);
+        assert!(matches!(&a[..], [Output::Told(m)] if m == b"dial"), "{a:?}");
+        assert!(matches!(&b[..], [Output::Told(m)] if m == b"listen"), "{b:?}");
+        for lane in 0..limits::LANES_PER_LINK {
+            d.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+            p.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+        }
+        settle(Time(0), &mut d, &mut p);
+        assert!(d.is_up() && p.is_up());
+        let (room, grant) = (crate::ids::RoomId(1), crate::ids::GrantId(1));
+        d.handle_event(Time(0), Event::Tell(vec![1]));
+        d.send(Time(0), PeerMsg::Renew { room, grant, lease_ms: 1 });
+        d.handle_event(Time(0), Event::Tell(vec![2]));
+        let (_, b) = settle(Time(0), &mut d, &mut p);
+        assert!(
+            matches!(&b[..], [Output::Told(x), Output::Deliver { .. }, Output::Told(y)]
+                if x == &[1] && y == &[2]),
+            "{b:?}"
+        );
+        p.handle_event(Time(0), Event::Bye(Refusal::new(ErrorKind::Draining, "x")));
+        settle(Time(0), &mut d, &mut p);
+        d.handle_event(Time(0), says(b"late"));
+        assert!(d.poll_output().is_none());
+    }
+
+    #[test]
+    fn a_sender_that_writes_itself_is_told_where_and_nobody_else_is() {
+        let (mut d, mut p) = pair(small_layout());
+        d.handle_event(Time(0), Event::Local(vec![one_sided(vec![map()])]));
+        p.handle_event(Time(0), Event::Local(vec![one_sided(Vec::new())]));
+        settle(Time(0), &mut d, &mut p);
+        for lane in 0..limits::LANES_PER_LINK {
+            d.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+            p.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+        }
+        let (a, b) = settle(Time(0), &mut d, &mut p);
+        assert!(matches!(&a[..], [Output::Up { maps, .. }] if maps.is_empty()), "{a:?}");
+        assert!(matches!(&b[..], [Output::Up { maps, .. }] if *maps[0] == map()), "{b:?}");
+    }
+
+    #[test]
+    fn a_decode_that_does_not_say_where_its_pages_are_is_refused_on_both_sides() {
+        let mut lying = map();
+        lying.slab_address[1] = lying.slab_address[0];
+        for (maps, want) in [
+            (vec![], "maps=0"),
+            (vec![map(), map()], "one map for each pool"),
+            (vec![lying], "two slabs share bytes"),
+        ] {
+            let (mut d, mut p) = pair(small_layout());
+            d.handle_event(Time(0), Event::Local(vec![one_sided(maps)]));
+            p.handle_event(Time(0), Event::Local(vec![one_sided(Vec::new())]));
+            let (a, b) = settle(Time(0), &mut d, &mut p);
+            for out in [a, b] {
+                let [Output::Lost(why)] = &out[..] else { panic!("{out:?}") };
+                assert!(why.text.contains(want), "{want}: {why}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_link_says_since_when_its_lanes_are_the_ones_they_are() {
+        let (mut d, mut p) = pair(small_layout());
+        d.handle_event(Time(0), Event::Local(vec![engine("tcp")]));
+        p.handle_event(Time(0), Event::Local(vec![engine("tcp")]));
+        settle(Time(0), &mut d, &mut p);
+        for lane in 0..limits::LANES_PER_LINK {
+            p.handle_event(Time(1), Event::LaneUp(LaneId(lane)));
+        }
+        // It has said that it is ready, and loses a lane before the other is.
+        p.handle_event(Time(2), Event::LaneDown(LaneId(0)));
+        for lane in 0..limits::LANES_PER_LINK {
+            d.handle_event(Time(3), Event::LaneUp(LaneId(lane)));
+        }
+        let (a, b) = settle(Time(3), &mut d, &mut p);
+        assert!(matches!(a[..], [Output::Up { since: Time(3), .. }]), "{a:?}");
+        assert!(b.is_empty(), "a lane is missing: {b:?}");
+        p.handle_event(Time(4), Event::LaneUp(LaneId(0)));
+        let (_, b) = settle(Time(4), &mut d, &mut p);
+        assert!(matches!(b[..], [Output::Up { since: Time(4), .. }]), "{b:?}");
+    }
+
+    #[test]
+    fn what_an_engine_says_is_remembered_to_the_moment() {
+        let (mut d, mut p) = up();
+        let mut sent = Vec::new();
+        for (ms, engine) in [(1_000, false), (1_003, false), (1_005, true), (1_007, false)] {
+            let msg = if engine { PeerMsg::Engine(vec![1]) } else { PeerMsg::Heartbeat };
+            p.send(Time(0).plus_ms(ms), msg);
+            let Some(Output::Send(f)) = p.poll_output() else { panic!() };
+            sent.push(f);
+        }
+        let (room, grant) = (crate::ids::RoomId(1), crate::ids::GrantId(1));
+        for (seen, ms) in [(1, 1_000), (2, 1_005), (3, 1_005)] {
+            d.handle_event(Time(0).plus_ms(1_010), Event::Frame(sent[seen].clone()));
+            d.send(Time(0).plus_ms(1_010), PeerMsg::Renew { room, grant, lease_ms: 1 });
+            let answer = std::iter::from_fn(|| d.poll_output()).find_map(|o| match o {
+                Output::Send(f) => Some(f),
+                _ => None,
+            });
+            p.handle_event(Time(0).plus_ms(1_020), Event::Frame(answer.unwrap()));
+            let Some(Output::Deliver { echo_sent, .. }) = p.poll_output() else { panic!() };
+            assert_eq!(echo_sent, Time(0).plus_ms(ms));
         }
     }
 }

@@ -23,6 +23,8 @@ pub enum Mutant {
     LinksMixed,
     /// Source blocks come back when one of their takers is quiet.
     TakerForgotten,
+    /// A grant whose lane was lost is closed like any other.
+    LossForgotten,
     /// A fence is of one link of its grant. The simulator's engine has it.
     FenceFirstLink,
     /// The serve word is not read again after a copy. The simulator's engine has it.

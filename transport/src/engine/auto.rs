@@ -278,7 +278,7 @@ impl AutoEngine {
             self.trying.retain(|trying| *trying != id);
             self.trying.extend(link.until.map(|_| id));
         }
-        let connect = Command::Connect { link: id, remote, maps: Vec::new() };
+        let connect = Command::Connect { link: id, remote };
         self.engines[engine].command(now, connect);
     }
 
@@ -492,7 +492,7 @@ impl Engine for AutoEngine {
             Command::Listen { link, peer, lanes, receiver } => {
                 self.listen(now, link, peer, lanes, receiver);
             }
-            Command::Connect { link, remote, maps: _ } => {
+            Command::Connect { link, remote } => {
                 if let Err(e) = self.connect(now, link, &remote) {
                     self.outbox.push(EngineEvent::Local { link, blob: Err(e) });
                 }

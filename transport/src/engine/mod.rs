@@ -14,6 +14,7 @@
 pub mod auto;
 pub mod driver;
 pub mod fence;
+pub mod gpunetio;
 mod pen;
 mod redial;
 mod refusals;
@@ -24,8 +25,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use kvlane_proto::{
-    DataPath, Error, GrantId, LaneId, LinkId, PartId, PartPages, Plan, PoolMap, Refusal, Result,
-    Time, WorkerKey,
+    DataPath, Error, GrantId, LaneId, LinkId, PartId, PartPages, Plan, Refusal, Result, Time,
+    WorkerKey,
 };
 
 pub use fence::{FenceHow, FenceProof, Quiesced};
@@ -113,8 +114,6 @@ pub enum Command {
         link: LinkId,
         /// The peer's blob.
         remote: Vec<u8>,
-        /// The receiver's pages, where this side's engine writes them itself.
-        maps: Vec<PoolMap>,
     },
     /// What the peer's engine said ([`EngineEvent::Tell`]), in its order. May come before
     /// [`Command::Connect`], never before [`Command::Listen`].
@@ -139,7 +138,9 @@ pub enum Command {
         /// How.
         how: FenceHow,
     },
-    /// Sender, one-sided only: a grant that parts will be posted under.
+    /// Sender, one-sided only: a grant that parts will be posted under. To be given when the
+    /// receiver's offer comes, before what its engine said later ([`Command::Told`]): what connection
+    /// a lane has is a matter of that order.
     Grant(SendGrant),
     /// Sender: one part.
     Post(Post),

@@ -180,6 +180,14 @@ impl CompletionQueue {
         self.next += 1;
         Some(completion::decode(&words))
     }
+    /// Whether there is a next completion; it stays.
+    pub fn is_ready(&self) -> bool {
+        let Places { completions_at, completions, .. } = self.places;
+        let owner = self.next & u64::from(completions) != 0;
+        slot(&self.memory, completions_at, completions, self.next).is_some_and(|slot| {
+            completion::is_written(slot[ENTRY_WORDS - 1].load(Ordering::Acquire), owner)
+        })
+    }
     /// Tells the NIC how far this side has read.
     pub fn consumed(&mut self) {
         if let Some(half) = self.memory.half(self.places.consumed_at, false) {

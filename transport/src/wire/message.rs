@@ -86,6 +86,12 @@ impl Message for PeerFrame {
                 check_numbers(*room, Some(*grant))?;
                 check_ms("lease_ms", *lease_ms)
             }
+            PeerMsg::Engine(message) if message.len() > limits::ENGINE_MESSAGE_BYTES_MAX => {
+                Err(Error::new(ErrorKind::LimitExceeded, "engine's message is too long")
+                    .with("found", message.len())
+                    .with("limit", limits::ENGINE_MESSAGE_BYTES_MAX))
+            }
+            PeerMsg::Engine(_) => Ok(()),
             PeerMsg::OfferAck { room, grant } => check_numbers(*room, Some(*grant)),
             // A room may end before it had a grant.
             PeerMsg::Quiesced { room, .. } => check_numbers(*room, None),

@@ -37,7 +37,7 @@ variants! {
     greeting_name, GREETINGS: Greeting { Hello, Welcome, Refused }
     peer_name, PEERS: PeerMsg {
         Heartbeat, Probe, Describe, Ready, Bye, Offer, OfferAck, Renew, Abort,
-        Quiesced, Ended,
+        Quiesced, Ended, Engine,
     }
     outcome_name, OUTCOMES: Outcome { Done, Failed, Unknown }
     call_name, CALLS: Call { Reserve, Abort, Await, Ping }
@@ -169,6 +169,7 @@ fn peers() -> Vec<PeerMsg> {
         PeerMsg::Quiesced { room, grant, clean: true, heard: false },
     ];
     all.extend(outcomes().into_iter().map(|outcome| PeerMsg::Ended { room, grant, outcome }));
+    all.push(PeerMsg::Engine(vec![0xb5, 0, 1, 2, 250, 251]));
     all
 }
 

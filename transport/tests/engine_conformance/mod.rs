@@ -4,20 +4,24 @@
 //! engine's own test calls [`run`] with a way to make a couple of them.
 #![allow(dead_code)]
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_proto::layout::{Coordinates, Dtype, KvKind, Order};
+use kvlane_proto::plan::{Blocks, Share, Side, Span};
 use kvlane_proto::{
-    BlockList, Device, ErrorKind, GrantId, Identity, Incarnation, LaneId, Layout, LinkId, PartId,
-    Plan, PoolMap, Role, Time, WorkerKey,
+    BlockList, DataPath, Device, ErrorKind, GrantId, Identity, Incarnation, LaneId, Layout, LinkId,
+    PartId, Plan, PoolMap, Role, Time, WorkerKey,
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::{
-    Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource, Post,
+    Command, Engine, EngineEvent, FenceHow, OpenGrant, OpenSource, Post, SendGrant,
 };
 use kvlane_transport::memory::Region;
+
+pub mod nics;
+pub mod one_sided;
 
 pub const CANARY: u8 = 0xc5;
 pub const LINK: LinkId = LinkId(1);
@@ -88,7 +92,8 @@ pub struct Pool {
 impl Pool {
     pub fn new(layout: &Layout, blocks: u32) -> Self {
         let bytes = PoolMap::contiguous_bytes(layout, blocks);
-        let region = Region::map(Device::Host, bytes, false).unwrap();
+        // Memory that a NIC of another process may write; the others can use it as well.
+        let region = Region::for_nic_sparse(bytes).unwrap();
         let map = PoolMap::contiguous(Device::Host, region.address(), layout, blocks);
         map.check(layout).unwrap();
         Self { region, layout: layout.clone(), map: Arc::new(map) }
@@ -104,6 +109,16 @@ impl Pool {
         let tokens = ids.len() as u32 * self.layout.page_tokens;
         let list = BlockList::from_ids(ids);
         Arc::new(Plan::alike(&self.layout, self.map.clone(), tokens, &list, part_bytes).unwrap())
+    }
+    /// The same as the sender has it.
+    pub fn source(&self, ids: &[u32], part_bytes: u64) -> Arc<Plan> {
+        let tokens = ids.len() as u32 * self.layout.page_tokens;
+        let pools = std::slice::from_ref(&self.layout);
+        let span = Span { tokens, prefix_tokens: 0 };
+        let blocks = Blocks::new(self.map.clone(), 0, ids.into()).unwrap();
+        let share = Arc::new(Share::between(pools, pools).unwrap());
+        let blocks = vec![blocks].into();
+        Arc::new(Plan::new(share, Side::Source, &span, part_bytes, blocks).unwrap())
     }
     pub fn fill(&self, value: u8) {
         self.region.memory().fill(0, self.region.bytes(), value).unwrap();
@@ -136,22 +151,54 @@ pub fn addresses(plan: &Plan) -> Vec<u64> {
     out
 }
 
+/// One turn of an engine: it hears what its peer said, and what it says is on its way.
+fn turn(
+    now: Time,
+    engine: &mut dyn Engine,
+    told: &mut VecDeque<Command>,
+    said: &mut Vec<EngineEvent>,
+    tells: &mut VecDeque<Command>,
+) -> bool {
+    let heard = !told.is_empty();
+    told.drain(..).for_each(|command| engine.command(now, command));
+    let mut events = Vec::new();
+    let moved = engine.poll(now, &mut events);
+    for event in events {
+        match event {
+            EngineEvent::Tell { link, message } => {
+                tells.push_back(Command::Told { link, message });
+            }
+            other => said.push(other),
+        }
+    }
+    moved || heard
+}
+
 /// Two engines and what they said.
 pub struct Pair {
     pub tx: Box<dyn Engine>,
     pub rx: Box<dyn Engine>,
     pub from_tx: Vec<EngineEvent>,
     pub from_rx: Vec<EngineEvent>,
+    /// What the engines say to each other and the link has not brought yet.
+    pub to_tx: VecDeque<Command>,
+    pub to_rx: VecDeque<Command>,
     /// Added to the clock.
     pub skip_ms: u64,
+    /// The clock stands still, so that no deadline passes.
+    pub frozen: Option<Time>,
 }
 
 impl Pair {
     pub fn new((tx, rx): (Box<dyn Engine>, Box<dyn Engine>)) -> Self {
-        Self { tx, rx, from_tx: vec![], from_rx: vec![], skip_ms: 0 }
+        let (to_tx, to_rx) = (VecDeque::new(), VecDeque::new());
+        Self { tx, rx, from_tx: vec![], from_rx: vec![], to_tx, to_rx, skip_ms: 0, frozen: None }
+    }
+    pub fn is_one_sided(&self) -> bool {
+        self.tx.caps().path == DataPath::OneSided
     }
     pub fn now(&self) -> Time {
-        now().plus_ms(self.skip_ms)
+        self.frozen.unwrap_or_else(now).plus_ms(self.skip_ms)
     }
     pub fn tell_tx(&mut self, command: Command) {
         self.tx.command(self.now(), command);
@@ -160,10 +207,12 @@ impl Pair {
         self.rx.command(self.now(), command);
     }
     pub fn poll_tx(&mut self) -> bool {
-        self.tx.poll(self.now(), &mut self.from_tx)
+        let now = self.now();
+        turn(now, &mut *self.tx, &mut self.to_tx, &mut self.from_tx, &mut self.to_rx)
     }
     pub fn poll_rx(&mut self) -> bool {
-        self.rx.poll(self.now(), &mut self.from_rx)
+        let now = self.now();
+        turn(now, &mut *self.rx, &mut self.to_rx, &mut self.from_rx, &mut self.to_tx)
     }
     pub fn until(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> bool) {
         let started = Instant::now();
@@ -198,13 +247,7 @@ impl Pair {
         self.tell_tx(listen(false));
         self.tell_rx(listen(true));
         self.until("blobs", |p| !p.from_tx.is_empty() && !p.from_rx.is_empty());
-        let blob = |events: &mut Vec<EngineEvent>| match events.remove(0) {
-            EngineEvent::Local { blob, .. } => blob.unwrap(),
-            other => panic!("{other:?}"),
-        };
-        let (of_tx, of_rx) = (blob(&mut self.from_tx), blob(&mut self.from_rx));
-        self.tell_tx(Command::Connect { link: LINK, remote: of_rx, maps: Vec::new() });
-        self.tell_rx(Command::Connect { link: LINK, remote: of_tx, maps: Vec::new() });
+        self.exchange();
         self.until("lanes", |p| {
             let up = |events: &[EngineEvent]| {
                 events.iter().filter(|e| matches!(e, EngineEvent::LaneUp { .. })).count()
@@ -213,19 +256,33 @@ impl Pair {
         });
         self.clear();
     }
+    /// Hands each engine the other's blob.
+    pub fn exchange(&mut self) {
+        let blob = |events: &mut Vec<EngineEvent>| match events.remove(0) {
+            EngineEvent::Local { blob, .. } => blob.unwrap(),
+            other => panic!("{other:?}"),
+        };
+        let (of_tx, of_rx) = (blob(&mut self.from_tx), blob(&mut self.from_rx));
+        self.tell_tx(Command::Connect { link: LINK, remote: of_rx });
+        self.tell_rx(Command::Connect { link: LINK, remote: of_tx });
+    }
     pub fn clear(&mut self) {
         self.from_tx.clear();
         self.from_rx.clear();
     }
+    /// Opens a grant on the first `lanes` lanes.
     pub fn open(&mut self, grant: u64, lanes: u16, plan: &Arc<Plan>) {
-        self.tell_rx(Command::Open(OpenGrant {
-            grant: GrantId(grant),
-            sources: vec![OpenSource {
-                link: LINK,
-                lanes: (0..lanes).map(LaneId).collect(),
-                plan: plan.clone(),
-            }],
-        }));
+        self.open_on(grant, &(0..lanes).collect::<Vec<_>>(), plan);
+    }
+    /// Opens a grant on some lanes, and gives it to a sender that writes the pages itself.
+    pub fn open_on(&mut self, grant: u64, lanes: &[u16], plan: &Arc<Plan>) {
+        let (grant, plan) = (GrantId(grant), plan.clone());
+        let lanes: Vec<_> = lanes.iter().copied().map(LaneId).collect();
+        let source = OpenSource { link: LINK, lanes: lanes.clone(), plan: plan.clone() };
+        self.tell_rx(Command::Open(OpenGrant { grant, sources: vec![source] }));
+        if self.is_one_sided() {
+            self.tell_tx(Command::Grant(SendGrant { link: LINK, grant, lanes, plan }));
+        }
     }
     pub fn post(&mut self, grant: u64, part: u32, lane: u16, plan: &Plan) {
         let pages = plan.pages(PartId(part)).unwrap();
@@ -252,18 +309,28 @@ impl Pair {
     }
     /// Posts every part, a few at a time, over all lanes, until all are acknowledged.
     pub fn send_all(&mut self, grant: u64, lanes: u16, plan: &Plan) {
+        self.send_on(grant, &(0..lanes).collect::<Vec<_>>(), plan);
+    }
+    /// The same, over some lanes.
+    pub fn send_on(&mut self, grant: u64, lanes: &[u16], plan: &Plan) {
         let parts = plan.grid().parts();
         let mut next = 0;
         let base = self.acked();
         self.until("acks", |p| {
             let acked = p.acked() - base;
-            while next < parts && (next as usize) < acked + 4 * usize::from(lanes) {
-                p.post(grant, next, (next % u32::from(lanes)) as u16, plan);
+            while next < parts && (next as usize) < acked + 4 * lanes.len() {
+                p.post(grant, next, lanes[next as usize % lanes.len()], plan);
                 next += 1;
             }
             assert_eq!(p.nacked(), [], "nothing is refused");
             acked == parts as usize
         });
+        let arrived = |p: &Self| {
+            let of = |e: &&EngineEvent| matches!(e, EngineEvent::Arrived { grant: g, .. } if g.0 == grant);
+            p.from_rx.iter().filter(of).count()
+        };
+        // Who writes into the receiver's memory may know before the receiver does.
+        self.until("arrivals", |p| arrived(p) >= parts as usize);
         let mut arrived: Vec<u32> = self
             .from_rx
             .iter()
@@ -285,18 +352,23 @@ impl Pair {
     }
 }
 
-type Make<'a> = &'a dyn Fn() -> (Box<dyn Engine>, Box<dyn Engine>);
+pub type Make<'a> = &'a dyn Fn() -> (Box<dyn Engine>, Box<dyn Engine>);
 
-/// Every rule for engines that push.
+/// The rules for engines that push: those for all, and those of who moves the bytes.
 pub fn run(make: Make<'_>) {
     pages_land_exactly(make);
     offsets_beyond_4_gib(make);
     a_grant_without_parts_fences(make);
-    foreign_numbers_change_nothing(make);
-    nothing_lands_after_the_proof(make);
     a_quiet_grant_quiesces(make);
     a_lane_takes_no_more_than_it_may(make);
     memory_is_known_or_refused(make);
+    match make().0.caps().path {
+        DataPath::OneSided => one_sided::run(make),
+        _ => {
+            foreign_numbers_change_nothing(make);
+            nothing_lands_after_the_proof(make);
+        }
+    }
 }
 
 /// Random block lists of odd page sizes: every page is the sender's, every other byte untouched.
@@ -321,7 +393,7 @@ fn pages_land_exactly(make: Make<'_>) {
         p.rx.register(&dst.region).unwrap();
         p.connect(lanes);
         let n = 20 + (rng.next() % 20) as usize;
-        let from = src.plan(&rng.distinct(n, 64), part_bytes);
+        let from = src.source(&rng.distinct(n, 64), part_bytes);
         let to = dst.plan(&rng.distinct(n, 50), part_bytes);
         for address in addresses(&from) {
             let bytes: Vec<u8> = (0..page_bytes).map(|_| (rng.next() >> 32) as u8).collect();
@@ -354,7 +426,7 @@ fn offsets_beyond_4_gib(make: Make<'_>) {
     p.connect(1);
     let ids = [0, (1 << 20) - 1, 1 << 20, (1 << 20) + 77, blocks as u32 - 1, 12_345];
     let shifted: Vec<u32> = ids.iter().map(|&i| (i + (1 << 20)) % blocks as u32).collect();
-    let (from, to) = (src.plan(&ids, 3 * 4096), dst.plan(&shifted, 3 * 4096));
+    let (from, to) = (src.source(&ids, 3 * 4096), dst.plan(&shifted, 3 * 4096));
     let targets = addresses(&to);
     for (i, (s, &d)) in addresses(&from).into_iter().zip(&targets).enumerate() {
         src.write(s, &[i as u8 + 1; 4096]);
@@ -392,7 +464,8 @@ fn a_grant_without_parts_fences(make: Make<'_>) {
     p.fence(3, FenceHow::Revoke);
 }
 
-/// Wrong grant, wrong lane, part or length: refused, not a byte written, and the lane lives on.
+/// Where the receiver copies: wrong grant, wrong lane, part or length: refused by it, not a byte
+/// written, and the lane lives on.
 fn foreign_numbers_change_nothing(make: Make<'_>) {
     let l = layout(4096, 1, KvKind::Mla);
     let (src, dst) = (Pool::new(&l, 16), Pool::new(&l, 16));
@@ -418,8 +491,8 @@ fn foreign_numbers_change_nothing(make: Make<'_>) {
     // One that has ended.
     p.open(5, 2, &four);
     p.fence(5, FenceHow::Close);
-    let source = src.plan(&[0, 1, 2, 3, 4, 5, 6, 7], 2 * 4096);
-    let long = src.plan(&[0, 1, 2, 3, 4, 5], 3 * 4096);
+    let source = src.source(&[0, 1, 2, 3, 4, 5, 6, 7], 2 * 4096);
+    let long = src.source(&[0, 1, 2, 3, 4, 5], 3 * 4096);
     p.post(1234, 0, 0, &source);
     p.post(5, 0, 0, &source);
     p.post(9, 0, 0, &source);
@@ -442,12 +515,13 @@ fn foreign_numbers_change_nothing(make: Make<'_>) {
     assert_eq!(scrapped.iter().sum::<u64>(), 5 * 8192 + 3 * 4096);
     assert_eq!((dst.touched(), p.acked()), (0, 0));
     p.clear();
-    p.send_all(7, 2, &src.plan(&[4, 5, 6, 7], 2 * 4096));
+    p.send_all(7, 2, &src.source(&[4, 5, 6, 7], 2 * 4096));
     assert_eq!(dst.touched(), 4 * 4096);
     assert!(!p.from_rx.iter().any(|e| matches!(e, EngineEvent::LaneDown { .. })));
 }
 
-/// The sender is in the middle of a part when the receiver fences.
+/// Where the receiver copies: the sender is in the middle of a part when the receiver fences, in either
+/// way.
 fn nothing_lands_after_the_proof(make: Make<'_>) {
     let l = layout(1 << 20, 1, KvKind::Mla);
     for how in [FenceHow::Revoke, FenceHow::Close] {
@@ -459,7 +533,7 @@ fn nothing_lands_after_the_proof(make: Make<'_>) {
         p.rx.register(&dst.region).unwrap();
         p.connect(1);
         let ids: Vec<u32> = (0..16).rev().collect();
-        let (from, to) = (src.plan(&ids, 16 << 20), dst.plan(&ids, 16 << 20));
+        let (from, to) = (src.source(&ids, 16 << 20), dst.plan(&ids, 16 << 20));
         assert_eq!(to.grid().parts(), 1);
         p.open(7, 1, &to);
         p.post(7, 0, 0, &from);
@@ -500,7 +574,7 @@ fn a_quiet_grant_quiesces(make: Make<'_>) {
     p.rx.register(&dst.region).unwrap();
     p.connect(1);
     let ids: Vec<u32> = (0..8).collect();
-    let (from, to) = (src.plan(&ids, 4096), dst.plan(&ids, 4096));
+    let (from, to) = (src.source(&ids, 4096), dst.plan(&ids, 4096));
     p.open(7, 1, &to);
     for part in 0..4 {
         p.post(7, part, 0, &from);
@@ -511,8 +585,13 @@ fn a_quiet_grant_quiesces(make: Make<'_>) {
     p.until("quiesced", |p| {
         p.from_tx.iter().filter(|e| matches!(e, EngineEvent::Quiesced(_))).count() == 3
     });
-    // What is posted from here on is new.
     p.post(7, 7, 0, &from);
+    if p.is_one_sided() {
+        // The receiver closes the grant on this word: it is over for good.
+        p.until("refusal", |p| p.nacked() == [ErrorKind::NotFound]);
+        return;
+    }
+    // What is posted from here on is new.
     p.until("ack", |p| {
         p.from_tx.iter().any(|e| matches!(e, EngineEvent::Acked { part, .. } if *part == PartId(7)))
     });
@@ -526,7 +605,7 @@ fn a_lane_takes_no_more_than_it_may(make: Make<'_>) {
     p.rx.register(&dst.region).unwrap();
     p.connect(1);
     let ids: Vec<u32> = (0..16).collect();
-    let (from, to) = (src.plan(&ids, 4096), dst.plan(&ids, 4096));
+    let (from, to) = (src.source(&ids, 4096), dst.plan(&ids, 4096));
     p.open(7, 1, &to);
     let limit = kvlane_proto::limits::PARTS_IN_FLIGHT_PER_LANE;
     for part in 0..limit + 2 {
@@ -543,18 +622,19 @@ fn memory_is_known_or_refused(make: Make<'_>) {
     dst.fill(CANARY);
     let mut p = Pair::new(make());
     p.connect(1);
-    let (from, to) = (src.plan(&[0, 2], 8192), dst.plan(&[3, 1], 8192));
+    let (from, to) = (src.source(&[0, 2], 8192), dst.plan(&[3, 1], 8192));
+    p.open(7, 1, &to);
     // The sender's pages are not registered: refused before a byte is sent.
     p.post(7, 0, 0, &from);
     p.until("refusal", |p| p.nacked() == [ErrorKind::Memory]);
     p.tx.register(&src.region).unwrap();
-    // The receiver's are not: read to scrap.
-    p.open(7, 1, &to);
+    // The receiver's are not: read to scrap, or not written.
     p.post(7, 0, 0, &from);
     p.until("refusal", |p| p.nacked() == [ErrorKind::Memory; 2]);
     assert_eq!(dst.touched(), 0);
     p.clear();
     p.rx.register(&dst.region).unwrap();
+    p.settle();
     p.send_all(7, 1, &from);
     assert_eq!(p.rx.unregister(&dst.region).unwrap_err().kind(), ErrorKind::Busy);
     p.fence(7, FenceHow::Close);

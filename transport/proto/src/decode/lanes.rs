@@ -11,6 +11,8 @@
 //!    that cannot be reached holds up its own rooms only.
 //! 2. Lanes go only to a room that is first in all its queues, from all of its links at once.
 //! 3. A lane is free, lent or down; `pair_epoch` counts how often it was lent.
+//! 4. A room's lanes are spread over the rails as evenly as those that are free allow: it never
+//!    waits for a rail.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fmt;
@@ -63,7 +65,9 @@ pub(super) struct Link {
     /// The peer's pools.
     pools: Arc<[Layout]>,
     lanes: Vec<Lane>,
+    /// In the order in which they came back.
     free: VecDeque<LaneId>,
+    rails: u16,
 }
 
 #[derive(Clone, Debug)]
@@ -87,12 +91,31 @@ impl Link {
         peer: WorkerKey,
         path: DataPath,
         lanes: u16,
+        rails: u16,
         share: Arc<Share>,
         pools: Arc<[Layout]>,
     ) -> Self {
         let lane = Lane { up: true, borrower: None, pair_epoch: 0 };
         let (lanes, free) = (vec![lane; usize::from(lanes)], (0..lanes).map(LaneId).collect());
-        Self { peer, path, share, pools, lanes, free }
+        Self { peer, path, share, pools, lanes, free, rails: rails.max(1) }
+    }
+    /// Takes free lanes, so many if there are: of the rails that it has fewest of already, the one
+    /// that has been free the longest. A rail without free lanes holds up nobody.
+    fn spread(&mut self, count: u16) -> Vec<LaneId> {
+        let mut taken: Vec<LaneId> = Vec::new();
+        for _ in 0..count {
+            let rail = |id: &LaneId| id.0 % self.rails;
+            let had = |id: &LaneId| taken.iter().filter(|t| rail(t) == rail(id)).count();
+            let next = self.free.iter().enumerate().min_by_key(|(_, id)| had(id));
+            let Some(at) = next.map(|(at, _)| at) else { break };
+            taken.extend(self.free.remove(at));
+        }
+        taken
+    }
+    fn borrow(&mut self, id: LaneId, room: RoomId) {
+        let lane = &mut self.lanes[usize::from(id.0)];
+        lane.borrower = Some(room);
+        lane.pair_epoch += 1;
     }
 }
 
@@ -259,13 +282,29 @@ impl Lanes {
     }
     fn lend(&mut self, link: LinkId, room: RoomId) -> Vec<LaneId> {
         let Some(link) = self.links.get_mut(&link) else { return Vec::new() };
-        let lent: Vec<LaneId> = link.free.drain(..usize::from(self.per_room)).collect();
-        for id in &lent {
-            let lane = &mut link.lanes[usize::from(id.0)];
-            lane.borrower = Some(room);
-            lane.pair_epoch += 1;
-        }
+        let lent = link.spread(self.per_room);
+        lent.iter().for_each(|id| link.borrow(*id, room));
         lent
+    }
+    /// Gives a room other lanes for those of it that are down, as far as there are free ones; the
+    /// ones that are still down.
+    pub(super) fn exchange(
+        &mut self,
+        link: LinkId,
+        room: RoomId,
+        lanes: &mut Vec<LaneId>,
+    ) -> BTreeSet<LaneId> {
+        let Some(l) = self.links.get_mut(&link) else { return BTreeSet::new() };
+        for id in lanes.iter_mut() {
+            if l.lanes[usize::from(id.0)].up {
+                continue;
+            }
+            let Some(other) = l.free.pop_front() else { break };
+            l.lanes[usize::from(id.0)].borrower = None;
+            l.borrow(other, room);
+            *id = other;
+        }
+        lanes.iter().copied().filter(|id| !l.lanes[usize::from(id.0)].up).collect()
     }
     /// Which of a queued room's prefills keeps it waiting, and whether that one is linked.
     pub(super) fn obstacle(&self, room: RoomId) -> Option<(&Identity, bool)> {

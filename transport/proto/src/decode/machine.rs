@@ -139,8 +139,8 @@ impl<F> Decode<F> {
                     .blamed(Blame::Decode);
                 self.stop(now, room, why.to_refusal());
             }
-            Event::LinkUp { link, peer, path, lanes, share, pools } => {
-                let up = Link::new(peer, path, lanes, share, pools);
+            Event::LinkUp { link, peer, path, lanes, rails, share, pools } => {
+                let up = Link::new(peer, path, lanes, rails, share, pools);
                 for (room, why) in self.lanes.link_up(link, up) {
                     self.stop(now, room, why.to_refusal());
                 }
@@ -160,10 +160,8 @@ impl<F> Decode<F> {
             Event::Arrived { link, grant, part } => self.arrived(now, link, grant, part),
             Event::LaneUp { link, lane } => self.lanes.lane_up(link, lane),
             Event::LaneDown { link, lane } => {
-                let room = self.lanes.lane_down(link, lane);
-                let room = room.and_then(|room| self.rooms.get_mut(&room));
-                if let Some(s) = room.and_then(|r| r.source_on(link)) {
-                    s.dirty = true;
+                if let Some(room) = self.lanes.lane_down(link, lane) {
+                    self.lost_lane(now, room, link, lane);
                 }
             }
             Event::Fenced { grant, proof } => self.fenced(now, grant, proof),
@@ -231,9 +229,15 @@ impl<F> Decode<F> {
         let Some(lent) = &r.lent else { return };
         let mut sources = Vec::with_capacity(r.sources.len());
         for s in &mut r.sources {
-            let Some((id, link)) = s.link.and_then(|id| Some((id, self.lanes.link(id)?))) else {
-                return;
-            };
+            let Some(id) = s.link else { return };
+            // Whatever was lost before the grant could not have carried anything of it.
+            let lost = self.lanes.exchange(id, room, &mut s.lanes);
+            (s.dirty, s.lost) = (false, lost);
+            if s.is_cut_off() {
+                let why = no_path(s);
+                return self.stop(now, room, why);
+            }
+            let Some(link) = self.lanes.link(id) else { return };
             let (share, part_bytes) = (link.share.clone(), self.config.part_bytes);
             let plan =
                 Plan::new(share, Side::Destination, &lent.span, part_bytes, lent.blocks.clone());
@@ -260,17 +264,38 @@ impl<F> Decode<F> {
         let Some(r) = self.rooms.get(&room) else { return };
         let (Some(s), Some(lent)) = (r.sources.get(source), &r.lent) else { return };
         let Some(link) = s.link else { return };
+        let lanes = s.offered_lanes();
+        // Nothing more can come of it.
+        if lanes.is_empty() {
+            return;
+        }
         let offer = Offer {
             room,
             grant: r.grant,
             issuer: r.issuer.clone(),
             span: lent.span,
             blocks: lent.lists.clone(),
-            lanes: self.lanes.with_epochs(link, &s.lanes),
-            credit_parts: limits::PARTS_IN_FLIGHT_PER_LANE * s.lanes.len() as u32,
+            lanes: self.lanes.with_epochs(link, &lanes),
+            credit_parts: limits::PARTS_IN_FLIGHT_PER_LANE * lanes.len() as u32,
             lease_ms: self.config.grant_lease_ms,
         };
         self.out.push_back(Output::Send { link, msg: PeerMsg::Offer(Box::new(offer)) });
+    }
+
+    /// A lane that a room has does not work any more.
+    fn lost_lane(&mut self, now: Time, room: RoomId, link: LinkId, lane: LaneId) {
+        let Some(r) = self.rooms.get_mut(&room) else { return };
+        let granted = matches!(r.phase, Phase::Granted);
+        let Some(s) = r.source_on(link) else { return };
+        s.dirty = true;
+        s.lost.insert(lane);
+        if granted && s.is_cut_off() {
+            let why = no_path(s);
+            return self.stop(now, room, why);
+        }
+        // A word that was waited for does not matter any more.
+        self.settle(now, room);
+        self.rearm(room);
     }
 
     fn return_lanes(&mut self, room: RoomId) {
@@ -344,7 +369,8 @@ impl<F> Decode<F> {
             | PeerMsg::Bye(_)
             | PeerMsg::Offer(_)
             | PeerMsg::Renew { .. }
-            | PeerMsg::Ended { .. } => {}
+            | PeerMsg::Ended { .. }
+            | PeerMsg::Engine(_) => {}
         }
     }
 
@@ -457,12 +483,13 @@ impl<F> Decode<F> {
     }
 
     fn fence(&mut self, now: Time, room: RoomId, outcome: Outcome) {
+        let trusts = self.broken(Mutant::LossForgotten);
         let Some(r) = self.rooms.get_mut(&room) else { return };
         if r.lent.is_none() {
             return;
         }
         let grant = r.grant;
-        let closes = r.sources.iter().all(Source::is_closed_by_closing);
+        let closes = trusts || r.sources.iter().all(Source::is_closed_by_closing);
         let how = if closes { FenceHow::Close } else { FenceHow::Revoke };
         r.phase = Phase::Fencing { outcome, until: now.plus_ms(self.config.fence_ms) };
         #[cfg(feature = "mutants")]
@@ -726,4 +753,13 @@ impl<F> Decode<F> {
             }
         }
     }
+}
+
+fn no_path(source: &Source) -> Refusal {
+    Error::new(ErrorKind::NoPath, "every lane of the room was lost")
+        .with("prefill", source.identity())
+        .with("lanes", source.lanes.len())
+        .blamed(Blame::Link)
+        .hint("place the request again; look at the NICs of both workers if it happens often")
+        .to_refusal()
 }

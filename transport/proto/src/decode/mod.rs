@@ -15,7 +15,8 @@
 //! 4. Done means: every part of every source's set arrived, then the one fence completed. Parts are
 //!    a set, counted link by link.
 //! 5. Lanes are lent whole-room: from every source or from none, first come first served in the
-//!    queue of each, and come back after the fence.
+//!    queue of each, and come back after the fence. Those of a room are on different rails as far
+//!    as there are free ones.
 //! 6. A refused request leaves nothing behind.
 //! 7. A grant is offered only to sources that are proved to send each layer and head exactly once.
 //!    One that is lost or gives up ends the room for all; each is told until it has heard.
@@ -157,6 +158,8 @@ pub enum Event<F> {
         path: DataPath,
         /// Lanes in its pool, numbered from 0, all up.
         lanes: u16,
+        /// Separate paths that they are spread over: lane `n` is on rail `n % rails`.
+        rails: u16,
         /// What the prefill's rank has for this one.
         share: Arc<Share>,
         /// The prefill's pools.

@@ -3,6 +3,7 @@
 //! Data and what follows from it, without effects: [`super::machine`] decides. A room has one phase,
 //! one grant and one end; what is said, lent and counted link by link stands in its [`Source`]s.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::lanes::{LinkLanes, names};
@@ -74,6 +75,8 @@ pub(super) struct Source {
     pub(super) quiesced: Option<bool>,
     /// A lane of the room was lost: the sender's word alone is not enough.
     pub(super) dirty: bool,
+    /// Lanes whose connection was lost since the grant.
+    pub(super) lost: BTreeSet<LaneId>,
 }
 
 /// What has come from a source, and how long it may send.
@@ -194,6 +197,7 @@ impl Source {
             flow: None,
             quiesced: None,
             dirty: false,
+            lost: BTreeSet::new(),
         }
     }
     pub(super) fn identity(&self) -> &Identity {
@@ -206,6 +210,20 @@ impl Source {
     /// Its word that nothing more is posted is still to come.
     pub(super) fn is_awaited(&self) -> bool {
         self.path == Some(DataPath::OneSided) && self.quiesced.is_none()
+    }
+    /// Nothing more can come of it: a grant to write is for the connections of its time, and none of
+    /// them is left.
+    pub(super) fn is_cut_off(&self) -> bool {
+        self.path == Some(DataPath::OneSided)
+            && !self.is_complete()
+            && self.lanes.iter().all(|lane| self.lost.contains(lane))
+    }
+    /// The lanes that the sender may use. A grant to write is for the connections of its time: the
+    /// next one of a lane is not in it, and a sender that hears of the lane only now would take it.
+    pub(super) fn offered_lanes(&self) -> Vec<LaneId> {
+        let writes = self.path == Some(DataPath::OneSided);
+        let lanes = self.lanes.iter().filter(|lane| !writes || !self.lost.contains(lane));
+        lanes.copied().collect()
     }
     /// Closing the grant is enough: this side holds the pen, or nothing can land.
     pub(super) fn is_closed_by_closing(&self) -> bool {

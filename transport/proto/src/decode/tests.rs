@@ -1,7 +1,7 @@
 //! The decode machine, event by event.
 
 use super::*;
-use crate::error::ErrorKind;
+use crate::error::{Blame, ErrorKind};
 use crate::ids::{IdempotencyKey, Incarnation, Role};
 use crate::layout::{Coordinates, Device, small_layout};
 use crate::msg::call::Reserve;
@@ -45,7 +45,7 @@ fn link_up(m: &mut Decode<GrantId>, link: LinkId, path: DataPath, lanes: u16, fr
     let peer = if link == LINK { rank(0) } else { rank(1) }.key;
     let pools: Arc<[Layout]> = [from].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, share, pools });
+    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, rails: 1, share, pools });
 }
 /// A worker whose proofs are grant numbers, with one link of one lane.
 fn worker(path: DataPath) -> Decode<GrantId> {
@@ -307,7 +307,10 @@ fn what_comes_on_a_link_that_is_no_source_counts_for_nothing() {
     let pools: Arc<[Layout]> = [small_layout()].into();
     let share = Arc::new(Share::between(&pools, &pools).unwrap());
     let (peer, path) = (rank(9).key, DataPath::ReceiverCopies);
-    m.handle_event(at(0), Event::LinkUp { link: foreign, peer, path, lanes: 1, share, pools });
+    m.handle_event(
+        at(0),
+        Event::LinkUp { link: foreign, peer, path, lanes: 1, rails: 1, share, pools },
+    );
     lend_from(&mut m, ROOM, FOUR, &[3], halves());
     let grant = grant_of(&outputs(&mut m));
     arrive(&mut m, LINK, grant, 0..4);
@@ -551,7 +554,7 @@ fn a_restarted_prefill_is_dialled_at_once_and_not_charged_with_its_predecessors_
     let pools: Arc<[Layout]> = [half(0)].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
     let (link, path) = (LinkId(7), DataPath::ReceiverCopies);
-    let up = Event::LinkUp { link, peer: new.key, path, lanes: 1, share, pools };
+    let up = Event::LinkUp { link, peer: new.key, path, lanes: 1, rails: 1, share, pools };
     m.handle_event(at(2), up);
     assert_eq!(replies(&outputs(&mut m)), [(2, true)]);
 }
@@ -585,7 +588,10 @@ fn once_its_links_are_up_a_room_that_waits_for_one_source_is_not_overtaken_at_th
     let pools: Arc<[Layout]> = [half(1)].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
     let peer = rank(3).key;
-    m.handle_event(at(1), Event::LinkUp { link: elsewhere, peer, path, lanes: 1, share, pools });
+    m.handle_event(
+        at(1),
+        Event::LinkUp { link: elsewhere, peer, path, lanes: 1, rails: 1, share, pools },
+    );
     m.handle_event(at(1), Event::LaneDown { link: elsewhere, lane: LaneId(0) });
     m.handle_event(at(1), Event::AbortLocal { room: RoomId(2), why: "test".into() });
     outputs(&mut m);
@@ -644,4 +650,226 @@ fn a_source_that_was_never_reached_is_not_told_until_it_asks() {
     assert_eq!(told(&outputs(&mut m)), [LINK_B]);
     m.handle_event(at(3), quiesced(grant, true));
     assert_eq!((m.load().rooms, m.poll_timeout()), (0, None));
+}
+
+// ---- lanes and rails ------------------------------------------------------------------------
+
+/// Of a room of one block.
+const PARTS: u32 = 4;
+
+/// A worker with one link of several lanes; a room borrows so many.
+fn worker_with(path: DataPath, lanes: u16, rails: u16, per_room: u16) -> Decode<GrantId> {
+    let mut m = Decode::new(DecodeConfig { lanes_per_room: per_room, ..config() });
+    let pools: Arc<[Layout]> = [small_layout()].into();
+    let share = Arc::new(Share::between(&pools, &pools).unwrap());
+    let (link, peer) = (LINK, prefill().key);
+    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, rails, share, pools });
+    m
+}
+fn lane_up(m: &mut Decode<GrantId>, lane: u16) {
+    m.handle_event(at(1), Event::LaneUp { link: LINK, lane: LaneId(lane) });
+}
+fn lane_down(m: &mut Decode<GrantId>, lane: u16) {
+    m.handle_event(at(1), Event::LaneDown { link: LINK, lane: LaneId(lane) });
+}
+/// The lanes of the grants that were opened, in order.
+fn lanes_of(out: &[Output<GrantId>]) -> Vec<Vec<u16>> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Open { sources, .. } => Some(sources[0].1.iter().map(|lane| lane.0).collect()),
+        _ => None,
+    });
+    each.collect()
+}
+fn lend_block(m: &mut Decode<GrantId>, room: u64) -> Vec<Output<GrantId>> {
+    lend(m, RoomId(room), FOUR, &[room as u32]);
+    outputs(m)
+}
+
+#[test]
+fn a_room_has_a_lane_of_each_rail_as_long_as_there_are_some() {
+    let mut m = worker_with(DataPath::OneSided, 8, 2, 2);
+    let all: Vec<_> = (1..=4).flat_map(|room| lanes_of(&lend_block(&mut m, room))).collect();
+    assert_eq!(all, [[0, 1], [2, 3], [4, 5], [6, 7]], "first come, first served");
+    assert_eq!(m.load().free_lanes, 0);
+
+    // What is free is taken when a rail has nothing, and no room waits for a rail.
+    let mut m = worker_with(DataPath::OneSided, 8, 2, 2);
+    [0, 2, 4].into_iter().for_each(|lane| lane_down(&mut m, lane));
+    let all: Vec<_> = (1..=3).flat_map(|room| lanes_of(&lend_block(&mut m, room))).collect();
+    assert_eq!(all, [vec![1, 6], vec![3, 5]]);
+    assert_eq!((m.load().free_lanes, m.load().queued), (1, 1), "one lane is not enough");
+    lane_up(&mut m, 2);
+    assert_eq!(lanes_of(&outputs(&mut m)), [[7, 2]]);
+
+    // More lanes than rails, one rail, and rails of which one has all.
+    for (rails, want) in [(2, vec![0, 1, 2]), (1, vec![0, 1, 2]), (3, vec![0, 1, 2])] {
+        let mut m = worker_with(DataPath::OneSided, 6, rails, 3);
+        assert_eq!(lanes_of(&lend_block(&mut m, 1)), [want], "{rails} rails");
+    }
+}
+
+#[test]
+fn lanes_that_have_rested_longest_go_first_within_their_rail() {
+    let mut m = worker_with(DataPath::OneSided, 6, 2, 2);
+    let first = lend_block(&mut m, 7);
+    let grant = grant_of(&first);
+    assert_eq!(lanes_of(&first), [[0, 1]]);
+    arrive(&mut m, LINK, grant, 0..PARTS);
+    m.handle_event(at(2), quiesced(grant, false));
+    m.handle_event(at(3), Event::Fenced { grant, proof: grant });
+    outputs(&mut m);
+    let all: Vec<_> = (1..=3).flat_map(|room| lanes_of(&lend_block(&mut m, room))).collect();
+    assert_eq!(all, [[2, 3], [4, 5], [0, 1]]);
+}
+
+/// With two lanes on two rails, one rail dies: the parts in doubt come over the other, and the room
+/// is done only when what the dead one left behind can land no more.
+#[test]
+fn a_room_that_lost_a_rail_is_done_behind_a_revoke_and_its_lane_rests_until_it_is_up() {
+    for told_by in ["the engine", "the sender"] {
+        let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+        let grant = grant_of(&lend_block(&mut m, ROOM.0));
+        arrive(&mut m, LINK, grant, 0..2);
+        if told_by == "the engine" {
+            lane_down(&mut m, 0);
+        }
+        // One twice: it had landed before the rail died, and the sender could not know.
+        arrive(&mut m, LINK, grant, [1, 1, 2, 2]);
+        assert!(fences(&outputs(&mut m)).is_empty(), "one part is missing: {told_by}");
+        arrive(&mut m, LINK, grant, [3]);
+        if told_by == "the sender" {
+            assert!(fences(&outputs(&mut m)).is_empty(), "its word is awaited");
+            let msg = PeerMsg::Quiesced { room: ROOM, grant, clean: false, heard: false };
+            m.handle_event(at(2), Event::Peer { link: LINK, msg });
+        }
+        let out = outputs(&mut m);
+        assert_eq!(fences(&out), [FenceHow::Revoke], "{told_by}");
+        assert!(ends(&out).is_empty() && told(&out).is_empty(), "not done yet: {out:?}");
+        // The fence destroys both connections; the engine says so before it gives the proof.
+        lane_down(&mut m, 0);
+        lane_down(&mut m, 1);
+        assert!(ends(&outputs(&mut m)).is_empty());
+        m.handle_event(at(3), Event::Fenced { grant, proof: grant });
+        let out = outputs(&mut m);
+        let (_, outcome, proved) = &ends(&out)[0];
+        assert!(outcome.is_done() && *proved, "{outcome}");
+        assert_eq!(m.load().free_lanes, 0, "a destroyed lane is lent to nobody");
+        let next = lend_block(&mut m, 8);
+        assert!(lanes_of(&next).is_empty(), "{next:?}");
+        lane_up(&mut m, 1);
+        assert!(lanes_of(&outputs(&mut m)).is_empty(), "it borrows two");
+        lane_up(&mut m, 0);
+        assert_eq!(lanes_of(&outputs(&mut m)), [[1, 0]]);
+    }
+}
+
+/// Without a word of either engine the sender's silence is enough reason to revoke.
+#[test]
+fn a_sender_that_does_not_become_quiet_is_revoked_before_done() {
+    let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+    let grant = grant_of(&lend_block(&mut m, ROOM.0));
+    arrive(&mut m, LINK, grant, 0..PARTS);
+    outputs(&mut m);
+    m.handle_timeout(at(1 + limits::QUIESCE_MS));
+    let out = outputs(&mut m);
+    assert_eq!((fences(&out), ends(&out)), (vec![FenceHow::Revoke], vec![]));
+    m.handle_event(at(99), quiesced(grant, false));
+    assert!(ends(&outputs(&mut m)).is_empty(), "words do not replace a fence that has begun");
+    m.handle_event(at(100), Event::Fenced { grant, proof: grant });
+    assert!(ends(&outputs(&mut m))[0].1.is_done());
+}
+
+#[test]
+fn a_word_that_does_not_matter_any_more_is_not_waited_for() {
+    let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+    let grant = grant_of(&lend_block(&mut m, ROOM.0));
+    arrive(&mut m, LINK, grant, 0..PARTS);
+    assert!(fences(&outputs(&mut m)).is_empty());
+    lane_down(&mut m, 1);
+    assert_eq!(fences(&outputs(&mut m)), [FenceHow::Revoke]);
+}
+
+#[test]
+fn a_room_without_a_lane_left_fails_at_once_with_the_reason() {
+    for path in [DataPath::OneSided, DataPath::ReceiverCopies] {
+        let mut m = worker_with(path, 2, 2, 2);
+        let grant = grant_of(&lend_block(&mut m, ROOM.0));
+        arrive(&mut m, LINK, grant, 0..PARTS - 1);
+        lane_down(&mut m, 0);
+        lane_up(&mut m, 0);
+        lane_down(&mut m, 0);
+        assert!(told(&outputs(&mut m)).is_empty(), "one is left");
+        lane_down(&mut m, 1);
+        let out = outputs(&mut m);
+        if path == DataPath::ReceiverCopies {
+            assert!(told(&out).is_empty(), "the next connection goes on: {out:?}");
+            continue;
+        }
+        let why = out.iter().find_map(|o| match o {
+            Output::Send { msg: PeerMsg::Ended { outcome, .. }, .. } => outcome.why(),
+            _ => None,
+        });
+        assert_eq!(why.map(|why| (why.kind, why.blame)), Some((ErrorKind::NoPath, Blame::Link)));
+        m.handle_timeout(at(2 + limits::QUIESCE_MS));
+        assert_eq!(fences(&outputs(&mut m)), [FenceHow::Revoke]);
+        m.handle_event(at(99), Event::Fenced { grant, proof: grant });
+        assert!(!ends(&outputs(&mut m))[0].1.is_done());
+    }
+}
+
+#[test]
+fn lanes_lost_between_reservation_and_grant_are_exchanged_and_make_nothing_dirty() {
+    let mut m = worker_with(DataPath::OneSided, 4, 2, 2);
+    assert_eq!(reserve(&mut m, "r", reservation(ROOM.0, vec![prefill()])), None);
+    lane_down(&mut m, 0);
+    let out = lend_block(&mut m, ROOM.0);
+    assert_eq!(lanes_of(&out), [[2, 1]]);
+    lane_up(&mut m, 0);
+    assert_eq!(m.load().free_lanes, 2, "who has it no more keeps it from nobody");
+    let grant = grant_of(&out);
+    arrive(&mut m, LINK, grant, 0..PARTS);
+    m.handle_event(at(2), quiesced(grant, false));
+    assert_eq!(fences(&outputs(&mut m)), [FenceHow::Close]);
+
+    // Where there are no others: with one that works, and with none.
+    for (left, ok) in [(1, true), (0, false)] {
+        let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+        assert_eq!(reserve(&mut m, "r", reservation(ROOM.0, vec![prefill()])), None);
+        (left..2).for_each(|lane| lane_down(&mut m, lane));
+        let out = lend_block(&mut m, ROOM.0);
+        assert_eq!(lanes_of(&out).len(), usize::from(ok));
+        assert_eq!(fences(&out).len(), usize::from(!ok), "{out:?}");
+    }
+}
+
+/// The lanes that are offered, offer by offer.
+fn offered(out: &[Output<GrantId>]) -> Vec<Vec<u16>> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Send { msg: PeerMsg::Offer(offer), .. } => {
+            Some(offer.lanes.iter().map(|(lane, _)| lane.0).collect())
+        }
+        _ => None,
+    });
+    each.collect()
+}
+
+/// The grant is open for the connection that was lost: the next one may only be offered with the
+/// next grant.
+#[test]
+fn a_repeated_offer_does_not_name_the_next_connection_of_a_lane() {
+    for (path, want) in [(DataPath::OneSided, vec![1]), (DataPath::ReceiverCopies, vec![0, 1])] {
+        let mut m = worker_with(path, 2, 2, 2);
+        let out = lend_block(&mut m, ROOM.0);
+        let grant = grant_of(&out);
+        assert_eq!(offered(&out), [[0, 1]]);
+        lane_down(&mut m, 0);
+        lane_up(&mut m, 0);
+        m.handle_timeout(at(limits::RESEND_MS));
+        assert_eq!(offered(&outputs(&mut m)), [want], "{path:?}");
+        // All came, its answer did not, and the other lane goes too: there is nothing to offer.
+        arrive(&mut m, LINK, grant, 0..PARTS);
+        lane_down(&mut m, 1);
+        m.handle_timeout(at(10 * limits::RESEND_MS));
+        assert!(offered(&outputs(&mut m)).is_empty());
+    }
 }

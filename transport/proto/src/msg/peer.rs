@@ -1,8 +1,8 @@
 //! Worker to worker: what a link carries. Prefill is the side that holds the pages, decode the
 //! side that wants them; decode dials.
 //!
-//! Every message may be lost, repeated or overtaken: each is idempotent, names room and grant, and
-//! is sent again until its answer has come.
+//! Every message of a room may be lost, repeated or overtaken: each is idempotent, names room and
+//! grant, and is sent again until its answer has come.
 
 use std::fmt;
 
@@ -92,6 +92,10 @@ pub enum PeerMsg {
         /// How.
         outcome: Outcome,
     },
+    /// One engine to the other over the link, both directions: opaque here, at most
+    /// [`limits::ENGINE_MESSAGE_BYTES_MAX`] bytes. The one message that is neither repeated nor
+    /// idempotent: the session keeps order and loses nothing.
+    Engine(Vec<u8>),
 }
 
 /// How a room ended.

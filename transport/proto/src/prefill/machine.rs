@@ -9,12 +9,12 @@ use super::{Chunk, Event, Output, PrefillConfig, Takers};
 use crate::ended::Memory;
 use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
 use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, Role, RoomId, WorkerKey};
-use crate::layout::KvKind;
+use crate::layout::{KvKind, Layout, PoolMap};
 use crate::limits;
 use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg};
 use crate::msg::service::Load;
 use crate::mutant::Mutant;
-use crate::plan::{Blocks, Grid, PartPages, Rect, Share, Side, Span};
+use crate::plan::{Blocks, Grid, PartPages, Plan, Rect, Share, Side, Span};
 use crate::time::{Backoff, Time, holder_ms};
 
 #[cfg(test)]
@@ -27,12 +27,27 @@ struct Link {
     path: DataPath,
     part_bytes: u64,
     share: Arc<Share>,
+    /// The decode's pools and, on one-sided paths, where their pages are.
+    pools: Arc<[Layout]>,
+    maps: Arc<[Arc<PoolMap>]>,
     down: HashSet<LaneId>,
-    /// When a lane came back: an offer that may be older is not about this connection of it.
+    /// When the lanes came up, and when one came back: an offer that may be older is not about this
+    /// connection of it.
+    since: Time,
     renewed: HashMap<LaneId, Time>,
     /// Offers whose leg has not come, and words of their block lists.
     orphans: usize,
     orphan_words: usize,
+}
+
+impl Link {
+    /// Where the parts of an offer go, by the decode's addresses.
+    fn plan(&self, offer: &Offer) -> Result<Arc<Plan>> {
+        let Offer { span, blocks, .. } = offer;
+        let blocks = Blocks::lent(&self.pools, &self.maps, span, blocks)?.into();
+        let (share, side) = (self.share.clone(), Side::Destination);
+        Plan::new(share, side, span, self.part_bytes, blocks).map(Arc::new)
+    }
 }
 
 /// One taker of one room.
@@ -195,13 +210,16 @@ impl<Q> Prefill<Q> {
                     .with("reason", reason.chars().take(200).collect::<String>());
                 self.abort(now, room, why.to_refusal());
             }
-            Event::LinkUp { link, peer, path, part_bytes, share } => {
+            Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since } => {
                 let fresh = Link {
                     peer,
                     path,
                     part_bytes,
                     share,
+                    pools,
+                    maps,
                     down: HashSet::new(),
+                    since,
                     renewed: HashMap::new(),
                     orphans: 0,
                     orphan_words: 0,
@@ -428,8 +446,8 @@ impl<Q> Prefill<Q> {
         let Some(t) = r.takers.get(&link).filter(|t| t.claimed) else { return };
         let from = r.claimed().map(|(_, t)| t.offer.span.prefix_tokens).min().unwrap_or(0);
         let wanted = r.all_came().then_some(Span { prefix_tokens: from, ..t.offer.span });
-        let (offer, parts) = (t.offer.clone(), t.grid.parts());
-        self.out.push_back(Output::Granted { room, link, offer, parts, wanted });
+        let (grant, parts) = (t.offer.grant, t.grid.parts());
+        self.out.push_back(Output::Granted { room, link, grant, parts, wanted });
     }
 
     /// Takes a chunk.
@@ -593,7 +611,8 @@ impl<Q> Prefill<Q> {
             | PeerMsg::Ready
             | PeerMsg::Bye(_)
             | PeerMsg::OfferAck { .. }
-            | PeerMsg::Quiesced { .. } => {}
+            | PeerMsg::Quiesced { .. }
+            | PeerMsg::Engine(_) => {}
         }
     }
 
@@ -630,7 +649,8 @@ impl<Q> Prefill<Q> {
         }
         let usable = |id: &LaneId| {
             link.path != DataPath::OneSided
-                || !link.down.contains(id) && link.renewed.get(id).is_none_or(|&at| at < echo_sent)
+                || !link.down.contains(id)
+                    && *link.renewed.get(id).unwrap_or(&link.since) <= echo_sent
         };
         let lanes: Vec<TakerLane> = offer
             .lanes
@@ -638,7 +658,12 @@ impl<Q> Prefill<Q> {
             .filter(|(id, _)| usable(id))
             .map(|&(id, _)| TakerLane { id, in_flight: 0, progress: now })
             .collect();
-        let words = offer.words();
+        // What is kept of it: on one-sided paths also its lists at full length, in the engine's plan.
+        let words = offer.words()
+            + match link.path {
+                DataPath::OneSided => offer.blocks.iter().map(|l| l.len() as usize).sum(),
+                DataPath::ReceiverCopies => 0,
+            };
         // A number names one room of its link, also while its engine is not quiet yet: what the
         // engine says of it must not be taken for another room's.
         let number = (link_id, offer.grant);
@@ -660,7 +685,11 @@ impl<Q> Prefill<Q> {
                 .with("of", &t.peer)
                 .blamed(Blame::Caller));
         }
-        let (mut leg_deadline, mut orphan) = (None, false);
+        let plan = match link.path {
+            DataPath::OneSided if !lanes.is_empty() => Some(link.plan(&offer)?),
+            _ => None,
+        };
+        let (mut leg_deadline, mut orphan) = (None, None);
         match known.and_then(|r| Some((r, r.leg.as_ref()?))) {
             Some((_, leg)) if leg.ending.is_some() => {
                 return Err(
@@ -698,7 +727,7 @@ impl<Q> Prefill<Q> {
                 }
                 link.orphans += 1;
                 link.orphan_words += words;
-                orphan = true;
+                orphan = Some(words);
             }
         }
         let mut taker = Taker {
@@ -724,6 +753,11 @@ impl<Q> Prefill<Q> {
         };
         if let Some(deadline) = leg_deadline {
             taker.claim(deadline);
+        }
+        if let Some(plan) = plan {
+            let (link, grant) = number;
+            let lanes = taker.lanes.iter().map(|l| l.id).collect();
+            self.out.push_back(Output::Grant { link, grant, lanes, plan });
         }
         self.by_grant.insert(number, room);
         let r = self.rooms.entry(room).or_insert_with(Room::new);
@@ -1314,9 +1348,9 @@ fn pages<Q>(share: &Share, leg: &Leg<Q>, config: &PrefillConfig, rect: Rect) -> 
 
 /// An offer that its link counts as unclaimed is so no longer.
 fn no_orphan(links: &mut HashMap<LinkId, Link>, link: LinkId, taker: &mut Taker) {
-    if let (true, Some(l)) = (std::mem::take(&mut taker.orphan), links.get_mut(&link)) {
+    if let (Some(words), Some(l)) = (taker.orphan.take(), links.get_mut(&link)) {
         l.orphans -= 1;
-        l.orphan_words -= taker.offer.words();
+        l.orphan_words -= words;
     }
 }
 

@@ -12,6 +12,9 @@
 //! 4. The decode decides how a room ends. Without its word the room ends `Unknown`, never `Done`.
 //! 5. A lease counts from when this side sent the frame that the grant echoes.
 //! 6. Rooms nobody claims, on either side, end at a deadline that names the missing side.
+//! 7. An engine that writes the receiver's pages itself learns of a grant in the place of its offer
+//!    in the order of what the peer said, and before any part of it. That order decides which
+//!    connections of the lanes the grant is for. Each `Grant` is followed by a `Quiesce`.
 
 mod machine;
 mod room;
@@ -24,10 +27,10 @@ use crate::error::{Error, Refusal};
 use crate::ids::{GrantId, Identity, LaneId, LinkId, PartId, RoomId, WorkerKey};
 use crate::layout::{Layout, PoolMap};
 use crate::limits;
-use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg};
+use crate::msg::peer::{DataPath, Outcome, PeerMsg};
 #[cfg(feature = "mutants")]
 use crate::mutant::Mutant;
-use crate::plan::{PartPages, Share, Span};
+use crate::plan::{PartPages, Plan, Share, Span};
 use crate::time::Time;
 
 pub use machine::Prefill;
@@ -163,6 +166,12 @@ pub enum Event<Q> {
         part_bytes: u64,
         /// What this rank has for the decode's.
         share: Arc<Share>,
+        /// The decode's pools.
+        pools: Arc<[Layout]>,
+        /// Where the pages of each are, on one-sided paths.
+        maps: Arc<[Arc<PoolMap>]>,
+        /// When the last of its lanes came up, all of which are up now.
+        since: Time,
     },
     /// A link is lost for good.
     LinkDown {
@@ -258,14 +267,26 @@ pub enum Output<Q> {
         /// The room.
         room: RoomId,
     },
+    /// An offer was taken: the engine, which writes the decode's pages itself, may be asked to post
+    /// under this grant. One-sided paths only.
+    Grant {
+        /// The link.
+        link: LinkId,
+        /// The grant.
+        grant: GrantId,
+        /// The lanes lent to it that can be used.
+        lanes: Vec<LaneId>,
+        /// Where each part goes, by the decode's addresses.
+        plan: Arc<Plan>,
+    },
     /// The decode has offered its blocks.
     Granted {
         /// The room.
         room: RoomId,
         /// The link.
         link: LinkId,
-        /// The offer, for engines that write themselves.
-        offer: Arc<Offer>,
+        /// The grant.
+        grant: GrantId,
         /// Parts that this side sends under it.
         parts: u32,
         /// Once every taker has come: what of the prompt any of them wants.

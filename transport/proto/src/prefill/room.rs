@@ -59,8 +59,8 @@ pub(super) struct Taker {
     pub(super) offer: Arc<Offer>,
     pub(super) share: Arc<Share>,
     pub(super) grid: Grid,
-    /// Its link counts it among the offers that no leg has claimed.
-    pub(super) orphan: bool,
+    /// Its link counts it among the offers that no leg has claimed, with so many words.
+    pub(super) orphan: Option<usize>,
     /// It takes the leg. Until then the offer costs its block list and no more.
     pub(super) claimed: bool,
     pub(super) parts: Vec<PartState>,

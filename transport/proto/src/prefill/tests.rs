@@ -30,8 +30,16 @@ fn config(blocks: u32) -> PrefillConfig {
 fn link_up(m: &mut Prefill<()>, link: LinkId, name: &str, path: DataPath, layout: &Layout) {
     let identity = Identity::new("c", Role::Decode, name, 0).unwrap();
     let peer = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
-    let share = Arc::new(Share::between(&[small_layout()], std::slice::from_ref(layout)).unwrap());
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, part_bytes: 1, share });
+    let pools: Arc<[Layout]> = [layout.clone()].into();
+    let share = Arc::new(Share::between(&[small_layout()], &pools).unwrap());
+    let there = PoolMap::contiguous(Device::Host, 1 << 20, layout, 16);
+    let maps = match path {
+        DataPath::OneSided => [Arc::new(there)].into(),
+        DataPath::ReceiverCopies => [].into(),
+    };
+    let (part_bytes, since) = (1, at(0));
+    let up = Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since };
+    m.handle_event(at(0), up);
 }
 fn outputs(m: &mut Prefill<()>) -> Vec<Output<()>> {
     std::iter::from_fn(|| m.poll_output()).collect()
@@ -52,6 +60,37 @@ fn offer_on(m: &mut Prefill<()>, link: LinkId, grant: GrantId, now: Time, echo_s
     };
     let msg = PeerMsg::Offer(Box::new(offer));
     m.handle_event(now, Event::Peer { link, msg, echo_sent });
+}
+fn offer_of(
+    m: &mut Prefill<()>,
+    ids: &[u32],
+    lanes: Vec<(LaneId, u32)>,
+    now: Time,
+) -> Vec<Output<()>> {
+    let offer = Offer {
+        room: ROOM,
+        grant: GRANT,
+        issuer: None,
+        span: Span { tokens: 8, prefix_tokens: 0 },
+        blocks: vec![BlockList::from_ids(ids)],
+        credit_parts: 8 * lanes.len() as u32,
+        lanes,
+        lease_ms: 1_000,
+    };
+    let msg = PeerMsg::Offer(Box::new(offer));
+    m.handle_event(now, Event::Peer { link: LINK, msg, echo_sent: now });
+    outputs(m)
+}
+/// Offers a room with a lane on each of two rails.
+fn two_lanes(m: &mut Prefill<()>, now: Time) -> Vec<Output<()>> {
+    offer_of(m, &[1, 2], vec![(LANE, 1), (LaneId(1), 1)], now)
+}
+fn posted(out: &[Output<()>]) -> Vec<(PartId, LaneId)> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Post { part, lane, .. } => Some((*part, *lane)),
+        _ => None,
+    });
+    each.collect()
 }
 fn attach(m: &mut Prefill<()>, now: Time) {
     attach_with(m, now, Takers::Any(1), 60_000);
@@ -493,8 +532,10 @@ fn rows_of_a_prompt_without_tokens_are_sent_when_they_are_declared() {
     let identity = Identity::new("c", Role::Decode, "d", 0).unwrap();
     let peer = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
     let share = Arc::new(Share::between(&pools, &pools).unwrap());
-    let (path, part_bytes) = (DataPath::ReceiverCopies, 1);
-    m.handle_event(at(0), Event::LinkUp { link: LINK, peer, path, part_bytes, share });
+    let (link, path, part_bytes, maps) = (LINK, DataPath::ReceiverCopies, 1, [].into());
+    let since = at(0);
+    let up = Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since };
+    m.handle_event(at(0), up);
     let (room, takers, deadline_ms) = (ROOM, Takers::Any(1), 60_000);
     let leg = Event::Attach { room, tokens: 0, takers, issuer: None, deadline_ms };
     m.handle_event(at(0), leg);
@@ -562,4 +603,227 @@ fn numbers_of_a_lying_decode_do_not_overflow() {
         matches!(o, Output::Ended { outcome: Outcome::Done { bytes: u64::MAX }, .. })
     };
     assert!(out.iter().any(done), "{out:?}");
+}
+
+fn grants(out: &[Output<()>]) -> Vec<(LinkId, GrantId, Vec<LaneId>, Arc<Plan>)> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Grant { link, grant, lanes, plan } => {
+            Some((*link, *grant, lanes.clone(), plan.clone()))
+        }
+        _ => None,
+    });
+    each.collect()
+}
+
+#[test]
+fn an_engine_that_writes_itself_learns_where_to_before_anything_else() {
+    // The offer comes before its leg, and after it.
+    for early in [true, false] {
+        let mut m = worker(DataPath::OneSided);
+        if !early {
+            attach(&mut m, at(0));
+            chunk(&mut m, at(0), 0..8, &[1, 2]);
+            outputs(&mut m);
+        }
+        offer(&mut m, at(1), at(1));
+        let out = outputs(&mut m);
+        assert!(matches!(out[0], Output::Grant { .. }), "{out:?}");
+        let [(LINK, GRANT, lanes, plan)] = &grants(&out)[..] else { panic!("{out:?}") };
+        assert_eq!(lanes, &[LANE]);
+        // Slab 0, block 1 of the decode's pool.
+        let first = plan.pages(PartId(0)).unwrap().iter().next().unwrap();
+        assert_eq!(first.address, (1 << 20) + u64::from(small_layout().page_bytes()));
+        assert_eq!(posts(&out) > 0, !early);
+        // Neither a repetition nor the leg makes another one of it.
+        offer(&mut m, at(2), at(2));
+        if early {
+            attach(&mut m, at(3));
+        }
+        assert!(grants(&outputs(&mut m)).is_empty());
+    }
+    let mut m = worker(DataPath::ReceiverCopies);
+    offer(&mut m, at(1), at(1));
+    assert!(grants(&outputs(&mut m)).is_empty());
+}
+
+#[test]
+fn a_grant_is_for_the_lanes_that_can_be_used() {
+    let mut m = worker(DataPath::OneSided);
+    m.handle_event(at(1), Event::LaneDown { link: LINK, lane: LANE });
+    let out = two_lanes(&mut m, at(2));
+    assert_eq!(grants(&out)[0].2, [LaneId(1)]);
+    attach(&mut m, at(3));
+    m.handle_event(at(3), Event::LaneUp { link: LINK, lane: LANE });
+    chunk(&mut m, at(3), 0..8, &[1, 2]);
+    let lanes = posted(&outputs(&mut m));
+    assert!(!lanes.is_empty() && lanes.iter().all(|(_, lane)| *lane == LaneId(1)), "{lanes:?}");
+}
+
+#[test]
+fn blocks_outside_the_decodes_own_pool_are_refused_like_any_bad_offer() {
+    let mut m = worker(DataPath::OneSided);
+    for ids in [&[1, 99][..], &[3, 3]] {
+        let out = offer_of(&mut m, ids, vec![(LANE, 1)], at(0));
+        let [Output::Send { msg: PeerMsg::Abort { why, .. }, .. }] = &out[..] else {
+            panic!("{out:?}")
+        };
+        assert!(why.kind == ErrorKind::InvalidPlan && why.text.contains("pool=0"), "{why}");
+        assert_eq!(m.active(), 0);
+    }
+    // A receiver that copies looks at its lists itself.
+    let mut m = worker(DataPath::ReceiverCopies);
+    assert!(!offer_of(&mut m, &[1, 99], vec![(LANE, 1)], at(0)).is_empty());
+    assert_eq!(m.active(), 1);
+}
+
+#[test]
+fn lists_that_weigh_little_and_make_long_plans_are_bounded_too() {
+    let mut m = Prefill::<()>::new(config(1 << 20));
+    let layout = small_layout();
+    link_up(&mut m, LINK, "d", DataPath::OneSided, &layout);
+    let link = m.links.get_mut(&LINK).unwrap();
+    link.maps = [Arc::new(PoolMap::contiguous(Device::Host, 0, &layout, 1 << 20))].into();
+    let send = |m: &mut Prefill<()>, n: u64, blocks: u32| {
+        let offer = Offer {
+            room: RoomId(n),
+            grant: GrantId(n),
+            issuer: None,
+            span: Span { tokens: blocks * 4, prefix_tokens: 0 },
+            blocks: vec![BlockList::from_ids(&(0..blocks).collect::<Vec<_>>())],
+            lanes: vec![(LANE, 1)],
+            credit_parts: 8,
+            lease_ms: 1_000,
+        };
+        assert!(offer.words() < 10);
+        let msg = PeerMsg::Offer(Box::new(offer));
+        m.handle_event(at(0), Event::Peer { link: LINK, msg, echo_sent: at(0) });
+        !grants(&outputs(m)).is_empty()
+    };
+    let half = limits::ORPHAN_WORDS_PER_LINK_MAX as u32 / 2;
+    assert!(send(&mut m, 1, half - 10));
+    assert!(!send(&mut m, 2, half + 10), "too many words");
+    assert!(send(&mut m, 3, half - 10));
+    m.handle_event(
+        at(1),
+        Event::LinkDown { link: LINK, why: Refusal::new(ErrorKind::PeerLost, "x") },
+    );
+    let out = outputs(&mut m);
+    assert_eq!(count(&out, |o| matches!(o, Output::Quiesce { .. })), 2, "the engine forgets both");
+}
+
+fn ack(m: &mut Prefill<()>, ms: u64, part: PartId, lane: LaneId) {
+    m.handle_event(at(ms), Event::Acked { link: LINK, grant: GRANT, part, lane });
+}
+fn quiesces(out: &[Output<()>]) -> usize {
+    count(out, |o| matches!(o, Output::Quiesce { .. }))
+}
+fn said_clean(out: &[Output<()>]) -> Vec<bool> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Send { msg: PeerMsg::Quiesced { clean, .. }, .. } => Some(*clean),
+        _ => None,
+    });
+    each.collect()
+}
+fn aborts(out: &[Output<()>]) -> Vec<ErrorKind> {
+    let each = out.iter().filter_map(|o| match o {
+        Output::Send { msg: PeerMsg::Abort { why, .. }, .. } => Some(why.kind),
+        _ => None,
+    });
+    each.collect()
+}
+
+/// Two lanes on two rails, one rail dies between the last write and its completion: every part in
+/// doubt goes over the other one, none is taken for sent, and the decode is told not to rely on it.
+#[test]
+fn parts_in_doubt_go_over_the_other_rail_and_the_end_is_not_called_clean() {
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    let first = posted(&outputs(&mut m));
+    let on = |lane: LaneId| first.iter().filter(move |p| p.1 == lane).map(|p| p.0);
+    assert_eq!((on(LANE).count(), on(LaneId(1)).count()), (4, 4), "{first:?}");
+    // One is known to be there, the rest of the dead lane's is not.
+    let known = on(LANE).next().unwrap();
+    ack(&mut m, 2, known, LANE);
+    m.handle_event(at(3), Event::LaneDown { link: LINK, lane: LANE });
+    m.handle_event(at(3), Event::LaneUp { link: LINK, lane: LANE });
+    on(LaneId(1)).for_each(|part| ack(&mut m, 4, part, LaneId(1)));
+    assert_eq!(quiesces(&outputs(&mut m)), 0, "three are in doubt");
+    m.handle_timeout(at(50));
+    let again = posted(&outputs(&mut m));
+    let mut wanted: Vec<_> = on(LANE).skip(1).map(|part| (part, LaneId(1))).collect();
+    let mut found = again.clone();
+    (wanted.sort_unstable(), found.sort_unstable());
+    assert_eq!(found, wanted, "over the other rail, and not the next connection of the lane");
+    // An acknowledgement of the dead connection that was late: the part is there, but what was
+    // posted again is waited for.
+    ack(&mut m, 51, again[0].0, LANE);
+    again.iter().skip(1).for_each(|(part, lane)| ack(&mut m, 52, *part, *lane));
+    assert_eq!(quiesces(&outputs(&mut m)), 0);
+    ack(&mut m, 53, again[0].0, again[0].1);
+    ack(&mut m, 53, again[0].0, again[0].1);
+    assert_eq!(quiesces(&outputs(&mut m)), 1);
+    m.handle_event(at(54), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    assert_eq!(said_clean(&outputs(&mut m)), [false]);
+}
+
+#[test]
+fn a_lane_lost_while_the_engine_becomes_quiet_is_told_too() {
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    posted(&outputs(&mut m)).into_iter().for_each(|(part, lane)| ack(&mut m, 2, part, lane));
+    assert_eq!(quiesces(&outputs(&mut m)), 1);
+    m.handle_event(at(3), Event::LaneDown { link: LINK, lane: LANE });
+    m.handle_event(at(4), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    assert_eq!(said_clean(&outputs(&mut m)), [false]);
+
+    // And on the other hand: with nothing lost it is clean.
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    posted(&outputs(&mut m)).into_iter().for_each(|(part, lane)| ack(&mut m, 2, part, lane));
+    m.handle_event(at(4), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    assert_eq!(said_clean(&outputs(&mut m)), [true]);
+}
+
+#[test]
+fn without_a_lane_left_the_room_is_given_up_and_the_decode_decides() {
+    let mut m = worker(DataPath::OneSided);
+    attach(&mut m, at(0));
+    two_lanes(&mut m, at(0));
+    chunk(&mut m, at(1), 0..8, &[1, 2]);
+    m.handle_event(at(2), Event::LaneDown { link: LINK, lane: LANE });
+    assert!(aborts(&outputs(&mut m)).is_empty(), "one is left");
+    m.handle_event(at(3), Event::LaneDown { link: LINK, lane: LaneId(1) });
+    let out = outputs(&mut m);
+    assert_eq!((aborts(&out), quiesces(&out)), (vec![ErrorKind::NoPath], 1));
+    m.handle_event(at(4), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    let out = outputs(&mut m);
+    assert_eq!(said_clean(&out), [false]);
+    assert_eq!(count(&out, |o| matches!(o, Output::Ended { .. })), 0, "it is not this side's word");
+    // All had arrived before the lanes went: the decode says so, and that stands.
+    done(&mut m, LINK, GRANT, at(5));
+    let out = outputs(&mut m);
+    assert!(
+        out.iter().any(|o| matches!(o, Output::Ended { outcome, .. } if outcome.is_done())),
+        "{out:?}"
+    );
+}
+
+/// Lanes that came again before the link was up: what was offered for the connections before these is
+/// not about them.
+#[test]
+fn an_offer_that_may_be_older_than_the_link_waits_for_its_repetition_too() {
+    let mut m = worker(DataPath::OneSided);
+    m.links.get_mut(&LINK).unwrap().since = at(100);
+    attach(&mut m, at(100));
+    outputs(&mut m);
+    offer(&mut m, at(101), at(99));
+    assert!(outputs(&mut m).is_empty(), "neither taken nor refused");
+    offer(&mut m, at(102), at(100));
+    assert_eq!(grants(&outputs(&mut m)).len(), 1);
 }

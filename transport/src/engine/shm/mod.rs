@@ -524,7 +524,7 @@ impl Engine for ShmEngine {
                 let blob = self.listen(link, peer, lanes, receiver);
                 self.outbox.push(EngineEvent::Local { link, blob });
             }
-            Command::Connect { link, remote, maps: _ } => {
+            Command::Connect { link, remote } => {
                 if let Err(e) = self.connect(now, link, &remote) {
                     self.outbox.push(EngineEvent::Local { link, blob: Err(e) });
                 }

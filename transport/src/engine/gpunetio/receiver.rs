@@ -1,0 +1,511 @@
+//! The receiving end of a lane: answers queue pairs, takes immediates, fences.
+//!
+//! In: the sender's invitations; grants that are bound to the queue pair of the moment. Out:
+//! [`EngineEvent::Arrived`] for each immediate of a bound grant; the end of a queue pair, for the
+//! grants that were bound to it. Invariants: bytes that came through a queue pair cannot land once its
+//! end was told, other than as lost; an immediate that no bound grant accounts for costs the queue
+//! pair, nothing else; the sender is given credit only for receives that are posted.
+
+use kvlane_proto::{
+    Error, ErrorKind, GrantId, LaneId, LinkId, Refusal, Result, Time, WorkerKey, limits,
+};
+
+use super::pair::{COMPLETIONS_PER_TURN, Leaving, Scene};
+use super::post::{check, decode};
+use super::rail::{Access, Rail};
+use super::wire::Message;
+use super::{CREDIT, RECEIVES, tell};
+use crate::emulated::client::{Key, Peer, QueuePair};
+use crate::engine::EngineEvent;
+use crate::mlx5::completion::What;
+use crate::mlx5::entry::encode;
+use crate::mlx5::{Completion, Data, Decoded, Operation, Remote};
+
+/// Entries of the receiver's own ring: its counts, of which one is under way at a time.
+const ENTRIES: u32 = 16;
+/// Immediates after which the sender is told how many were taken.
+const COUNT_EVERY: u64 = CREDIT as u64 / 2;
+
+/// What a lane works with while it has its turn.
+pub(super) struct Turn<'a> {
+    pub(super) now: Time,
+    pub(super) peer: &'a WorkerKey,
+    pub(super) rails: &'a mut [Rail],
+    /// By rail.
+    pub(super) access: &'a [Option<Access>],
+    /// The link is over: nothing is said, and no queue pair is made.
+    pub(super) over: bool,
+    /// Numbers the queue pairs of the engine.
+    pub(super) serial: &'a mut u64,
+    pub(super) ended: &'a mut Vec<Ended>,
+    pub(super) events: &'a mut Vec<EngineEvent>,
+}
+
+/// A queue pair that is out, as one of its grants is told.
+pub(super) struct Ended {
+    pub(super) grant: GrantId,
+    pub(super) serial: u64,
+    /// Or why it will never be known whether something can still land.
+    pub(super) how: Result<(), Refusal>,
+}
+
+/// A queue pair that the sender offers.
+pub(super) struct Invitation {
+    pub(super) epoch: u64,
+    pub(super) guid: u64,
+    pub(super) end: Peer,
+    pub(super) credit: (u64, Key),
+}
+
+/// A grant that may come through a queue pair.
+struct Bound {
+    grant: GrantId,
+    parts: u32,
+}
+
+/// What is known of a queue pair besides itself.
+struct About {
+    serial: u64,
+    rail: usize,
+    number: u32,
+    end: Peer,
+    credit: Remote,
+    bound: Vec<Bound>,
+    /// Immediates taken, and how many the sender was told of.
+    taken: u64,
+    told: u64,
+    /// A count is under way.
+    telling: bool,
+}
+
+impl About {
+    fn scene<'a>(&self, nic: &'a str, peer: &'a WorkerKey) -> Scene<'a> {
+        Scene { nic, number: self.number, end: self.end, peer }
+    }
+    /// The grant that an immediate is of.
+    fn account(&self, number: u32) -> Option<(GrantId, kvlane_proto::PartId)> {
+        let (bits, part) = decode(number);
+        let fits = |b: &&Bound| check(b.grant) == bits && part.0 < b.parts;
+        self.bound.iter().find(fits).map(|b| (b.grant, part))
+    }
+}
+
+enum State {
+    /// No queue pair.
+    Empty,
+    /// Made, and the sender told so.
+    Paired { pair: QueuePair, about: About, deadline: Time },
+    /// The sender has said that it is connected as well.
+    Up { pair: QueuePair, about: About },
+    /// What was under way may still land.
+    Leaving { leaving: Leaving, about: About },
+}
+
+/// One lane of a link.
+pub(super) struct Inbound {
+    link: LinkId,
+    lane: LaneId,
+    state: State,
+    /// The newest that the sender spoke of.
+    epoch: u64,
+    /// To be answered when the one before is out.
+    invited: Option<Invitation>,
+}
+
+impl Inbound {
+    pub(super) fn new(link: LinkId, lane: LaneId) -> Self {
+        Self { link, lane, state: State::Empty, epoch: 0, invited: None }
+    }
+    fn about(&self) -> Option<&About> {
+        match &self.state {
+            State::Empty => None,
+            State::Paired { about, .. }
+            | State::Up { about, .. }
+            | State::Leaving { about, .. } => Some(about),
+        }
+    }
+    /// Whether the sender has spoken of it.
+    pub(super) fn was_invited(&self) -> bool {
+        self.epoch > 0
+    }
+    /// Whether it has no queue pair.
+    pub(super) fn is_over(&self) -> bool {
+        matches!(self.state, State::Empty)
+    }
+    /// Whether the queue pair of this number is up.
+    pub(super) fn is_up(&self, serial: u64) -> bool {
+        matches!(&self.state, State::Up { about, .. } if about.serial == serial)
+    }
+    /// Whether it is worth a look in every turn.
+    pub(super) fn is_busy(&self) -> bool {
+        match &self.state {
+            State::Empty => false,
+            State::Paired { .. } | State::Leaving { .. } => true,
+            State::Up { about, .. } => !about.bound.is_empty() || about.telling,
+        }
+    }
+    /// The NIC of its queue pair.
+    pub(super) fn rail(&self) -> Option<usize> {
+        self.about().map(|about| about.rail)
+    }
+    /// Lets a grant come through the queue pair of this moment, if the lane is up: its number.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Internal`] if the parts of two grants could not be told apart.
+    pub(super) fn bind(&mut self, grant: GrantId, parts: u32) -> Result<Option<u64>> {
+        let State::Up { about, .. } = &mut self.state else { return Ok(None) };
+        if let Some(other) = about.bound.iter().find(|b| check(b.grant) == check(grant)) {
+            let why = "two grants on one lane cannot be told apart";
+            return Err(Error::new(ErrorKind::Internal, why)
+                .with("lane", self.lane.0)
+                .with("grant", grant)
+                .with("other", other.grant));
+        }
+        about.bound.push(Bound { grant, parts });
+        Ok(Some(about.serial))
+    }
+    /// The grant has ended.
+    pub(super) fn unbind(&mut self, serial: u64, grant: GrantId) {
+        match &mut self.state {
+            State::Up { about, .. } | State::Leaving { about, .. } if about.serial == serial => {
+                about.bound.retain(|b| b.grant != grant);
+            }
+            _ => {}
+        }
+    }
+
+    /// The sender has a new queue pair.
+    pub(super) fn invite(&mut self, turn: &mut Turn<'_>, invitation: Invitation) {
+        if invitation.epoch <= self.epoch {
+            return stale("pair");
+        }
+        // The older one is dead at the sender already, so that is not told about it.
+        if self.about().is_some() {
+            let why =
+                Error::new(ErrorKind::NoPath, "the sender made a new queue pair for the lane")
+                    .with("peer", turn.peer);
+            self.down(turn, &why.to_refusal(), false);
+        }
+        self.epoch = invitation.epoch;
+        self.invited = Some(invitation);
+        self.answer(turn);
+    }
+    /// The sender is connected as well.
+    pub(super) fn connected(&mut self, turn: &mut Turn<'_>, epoch: u64) {
+        match std::mem::replace(&mut self.state, State::Empty) {
+            State::Paired { pair, about, .. } if epoch == self.epoch => {
+                self.state = State::Up { pair, about };
+                metrics::counter!("kvlane_gpunetio_lanes_up_total").increment(1);
+                turn.events.push(EngineEvent::LaneUp { link: self.link, lane: self.lane });
+            }
+            other => {
+                self.state = other;
+                stale("up");
+            }
+        }
+    }
+    /// The sender's end is gone.
+    pub(super) fn broken(&mut self, turn: &mut Turn<'_>, epoch: u64, why: &str) {
+        if epoch != self.epoch {
+            return stale("broken");
+        }
+        self.invited = None;
+        // What arrived before is in place.
+        let first = self.take(turn).err();
+        let why = first.unwrap_or_else(|| {
+            Error::new(ErrorKind::NoPath, "the sender gave its end of the lane up")
+                .with("peer", turn.peer)
+                .with("why", why)
+                .to_refusal()
+        });
+        self.down(turn, &why, false);
+    }
+
+    /// Gives the queue pair up, because of `why`; the sender makes the next.
+    pub(super) fn down(&mut self, turn: &mut Turn<'_>, why: &Refusal, say: bool) {
+        let (pair, about, was_up) = match std::mem::replace(&mut self.state, State::Empty) {
+            State::Paired { pair, about, .. } => (pair, about, false),
+            State::Up { pair, about } => (pair, about, true),
+            other => return self.state = other,
+        };
+        if say {
+            self.say_broken(turn, why);
+        }
+        if was_up {
+            self.report(turn, why);
+        }
+        match Leaving::begin(&mut turn.rails[about.rail].hca, pair) {
+            Ok(leaving) => self.state = State::Leaving { leaving, about },
+            Err(lost) => lose(turn, about, &lost),
+        }
+    }
+    /// The NIC of its queue pair is lost.
+    pub(super) fn die(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
+        // What arrived before is in place.
+        while matches!(self.take(turn), Ok(true)) {}
+        let (was_up, about) = match std::mem::replace(&mut self.state, State::Empty) {
+            State::Empty => return,
+            State::Paired { pair, about, .. } => {
+                // Its memory is kept where the NIC may still use it.
+                let _ = turn.rails[about.rail].hca.destroy(pair);
+                (false, about)
+            }
+            State::Up { pair, about } => {
+                let _ = turn.rails[about.rail].hca.destroy(pair);
+                (true, about)
+            }
+            State::Leaving { leaving, about } => {
+                leaving.lose(&mut turn.rails[about.rail].hca);
+                (false, about)
+            }
+        };
+        if was_up {
+            self.report(turn, why);
+            self.say_broken(turn, why);
+        }
+        lose(turn, about, why);
+        self.answer(turn);
+    }
+    fn report(&self, turn: &mut Turn<'_>, why: &Refusal) {
+        if !turn.over {
+            metrics::counter!("kvlane_gpunetio_lanes_down_total").increment(1);
+            let (link, lane, why) = (self.link, self.lane, why.clone());
+            turn.events.push(EngineEvent::LaneDown { link, lane, why });
+        }
+    }
+    fn say_broken(&self, turn: &mut Turn<'_>, why: &Refusal) {
+        if !turn.over {
+            let (lane, epoch, why) = (self.lane.0, self.epoch, why.to_string());
+            tell(turn.events, self.link, &Message::Broken { lane, epoch, why });
+        }
+    }
+
+    /// One turn; says whether anything moved.
+    pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
+        let moved = match &self.state {
+            State::Empty => return false,
+            State::Paired { deadline, .. } if turn.now < *deadline => return false,
+            State::Paired { .. } => {
+                let why = "the sender did not connect its end of the lane in time";
+                Err(Error::new(ErrorKind::DeadlineExceeded, why)
+                    .with("peer", turn.peer)
+                    .with("limit_ms", limits::HANDSHAKE_MS)
+                    .to_refusal())
+            }
+            State::Up { .. } => self.take(turn),
+            State::Leaving { .. } => return self.leave(turn),
+        };
+        moved.unwrap_or_else(|why| {
+            self.down(turn, &why, true);
+            true
+        })
+    }
+    /// Takes what has arrived; whether that is all there was.
+    pub(super) fn dry(&mut self, turn: &mut Turn<'_>) -> bool {
+        match self.take(turn) {
+            Ok(moved) => !moved,
+            Err(why) => {
+                self.down(turn, &why, true);
+                false
+            }
+        }
+    }
+    /// Ready to sleep: when to look again, unless an event comes.
+    pub(super) fn park(&mut self) -> Option<Time> {
+        match &mut self.state {
+            State::Empty => None,
+            State::Paired { deadline, .. } => Some(*deadline),
+            State::Up { pair, .. } => {
+                pair.completions.arm();
+                pair.completions.is_ready().then_some(Time(0))
+            }
+            State::Leaving { leaving, .. } => leaving.arm().then_some(Time(0)),
+        }
+    }
+
+    /// Makes the other end of what the sender offered, if there is room for one.
+    fn answer(&mut self, turn: &mut Turn<'_>) {
+        if !matches!(self.state, State::Empty) || turn.over {
+            return;
+        }
+        let Some(invitation) = self.invited.take() else { return };
+        if let Err(e) = self.make(turn, &invitation) {
+            let why = e.with("lane", self.lane.0).to_refusal();
+            metrics::counter!("kvlane_gpunetio_refused_pairs_total", "why" => why.kind.code())
+                .increment(1);
+            tracing::warn!(link = self.link.0, %why, "a lane did not come up");
+            self.say_broken(turn, &why);
+        }
+    }
+    fn make(&mut self, turn: &mut Turn<'_>, invitation: &Invitation) -> Result<()> {
+        let Invitation { epoch, guid, end, credit } = *invitation;
+        let named = |r: &Rail| format!("{} {:#x}", r.hca.about().name, r.hca.about().guid);
+        let Some(rail) = turn.rails.iter().position(|r| r.hca.about().guid == guid) else {
+            let have: Vec<_> = turn.rails.iter().map(named).collect();
+            return Err(Error::new(ErrorKind::NoPath, "the receiver does not have this NIC")
+                .with("asked", format!("{guid:#x}"))
+                .with("known", have.join(", "))
+                .hint("give both workers the same NICs"));
+        };
+        let Some(access) = turn.access.get(rail).and_then(Option::as_ref) else {
+            return Err(turn.rails[rail].lost().into());
+        };
+        let hca = &mut turn.rails[rail].hca;
+        let mut pair = hca.queue_pair(access.domain, ENTRIES, RECEIVES)?;
+        // Before the sender can know of it.
+        pair.receives.post(CREDIT);
+        if let Err(e) = hca.connect(&pair, end) {
+            let _ = hca.destroy(pair);
+            return Err(e);
+        }
+        *turn.serial += 1;
+        let message = Message::Paired {
+            lane: self.lane.0,
+            epoch,
+            end: Peer { number: pair.number, sequence: pair.sequence },
+            receives: CREDIT,
+            regions: access.keys().opened().to_vec(),
+        };
+        tell(turn.events, self.link, &message);
+        let about = About {
+            serial: *turn.serial,
+            rail,
+            number: pair.number,
+            end,
+            credit: Remote { address: credit.0, key: credit.1.0 },
+            bound: Vec::new(),
+            taken: 0,
+            told: 0,
+            telling: false,
+        };
+        let deadline = turn.now.plus_ms(limits::HANDSHAKE_MS);
+        self.state = State::Paired { pair, about, deadline };
+        Ok(())
+    }
+
+    /// Waits until nothing can land; then the next queue pair may be made.
+    fn leave(&mut self, turn: &mut Turn<'_>) -> bool {
+        let State::Leaving { leaving, about } = &mut self.state else { return false };
+        let (link, lane) = (self.link, self.lane);
+        let mut moved = false;
+        // The sender may know of these as done.
+        let flushed = leaving.is_flushed(|what| {
+            if let What::Arrived { immediate, .. } = what
+                && let Some((grant, part)) = about.account(*immediate)
+            {
+                turn.events.push(EngineEvent::Arrived { link, grant, part, lane });
+                moved = true;
+            }
+        });
+        if !flushed {
+            return moved;
+        }
+        if let State::Leaving { leaving, about } = std::mem::replace(&mut self.state, State::Empty)
+        {
+            match leaving.end(&mut turn.rails[about.rail].hca) {
+                Ok(Some(leaving)) => {
+                    self.state = State::Leaving { leaving, about };
+                    return moved;
+                }
+                Ok(None) => end(turn, about, &Ok(())),
+                Err(lost) => lose(turn, about, &lost),
+            }
+        }
+        self.answer(turn);
+        true
+    }
+
+    /// Takes what has arrived.
+    fn take(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+        let State::Up { pair, about } = &mut self.state else { return Ok(false) };
+        let nic = &turn.rails[about.rail].hca.about().name;
+        let scene = about.scene(nic, turn.peer);
+        let (mut moved, before) = (false, about.taken);
+        for _ in 0..COMPLETIONS_PER_TURN {
+            let Some(found) = pair.completions.poll() else { break };
+            moved = true;
+            match found {
+                Ok(Completion { what: What::Arrived { immediate, .. }, .. }) => {
+                    let Some((grant, part)) = about.account(immediate) else {
+                        return Err(foreign(&scene, immediate, &about.bound).to_refusal());
+                    };
+                    about.taken += 1;
+                    let (link, lane) = (self.link, self.lane);
+                    turn.events.push(EngineEvent::Arrived { link, grant, part, lane });
+                }
+                Ok(Completion { what: What::Sent, index, .. })
+                    if pair.sends.completed(index).is_some() =>
+                {
+                    about.telling = false;
+                }
+                // The first one: those behind it only say that the queue pair is in error.
+                Ok(Completion {
+                    what: What::SendFailed(fault) | What::ReceiveFailed(fault),
+                    ..
+                }) => return Err(scene.fault(fault).to_refusal()),
+                other => {
+                    let what = "the NIC completed something that was not posted";
+                    let e = scene.error(ErrorKind::Malformed, what);
+                    return Err(e.with("found", format!("{other:?}")).to_refusal());
+                }
+            }
+        }
+        if !moved {
+            return Ok(false);
+        }
+        pair.completions.consumed();
+        // Posted before the sender may count on them.
+        pair.receives.post((about.taken - before) as u32);
+        if about.taken - about.told >= COUNT_EVERY && !about.telling {
+            let mut bytes = [0; 28];
+            bytes[..8].copy_from_slice(&about.taken.to_ne_bytes());
+            let operation =
+                Operation::Write { to: about.credit, data: Data::Inline { len: 8, bytes } };
+            let what = Decoded { operation, signalled: true, fence: false };
+            let entry = encode(pair.sends.next() as u16, pair.number, &what);
+            if pair.sends.push(&entry) {
+                pair.sends.ring();
+                turn.rails[about.rail].hca.kick();
+                (about.told, about.telling) = (about.taken, true);
+            }
+        }
+        Ok(true)
+    }
+    /// The engine ends.
+    pub(super) fn end(self, rails: &mut [Rail]) -> Option<(usize, Leaving)> {
+        match self.state {
+            State::Paired { pair, about, .. } | State::Up { pair, about } => {
+                let leaving = Leaving::begin(&mut rails[about.rail].hca, pair).ok()?;
+                Some((about.rail, leaving))
+            }
+            State::Leaving { leaving, about } => Some((about.rail, leaving)),
+            State::Empty => None,
+        }
+    }
+}
+
+/// Tells the grants of a queue pair that it is out.
+fn end(turn: &mut Turn<'_>, about: About, how: &Result<(), Refusal>) {
+    let serial = about.serial;
+    let each = about.bound.into_iter();
+    turn.ended.extend(each.map(|b| Ended { grant: b.grant, serial, how: how.clone() }));
+}
+fn lose(turn: &mut Turn<'_>, about: About, why: &Refusal) {
+    end(turn, about, &Err(why.clone()));
+}
+
+fn foreign(scene: &Scene<'_>, number: u32, bound: &[Bound]) -> Error {
+    let (bits, part) = decode(number);
+    let known: Vec<_> = bound.iter().map(|b| format!("{} of {} parts", b.grant, b.parts)).collect();
+    metrics::counter!("kvlane_gpunetio_foreign_parts_total").increment(1);
+    scene
+        .error(ErrorKind::Malformed, "the sender wrote a part that no grant on this lane has")
+        .with("part", part.0)
+        .with("check", format!("{bits:#04x}"))
+        .with("grants", if known.is_empty() { "none".to_owned() } else { known.join(", ") })
+        .hint("the sender is at fault: see its log, and run the same release on both workers")
+}
+
+fn stale(what: &'static str) {
+    metrics::counter!("kvlane_gpunetio_stale_messages_total", "what" => what).increment(1);
+}
