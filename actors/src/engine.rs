@@ -11,11 +11,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use kvlane_proto::{Error, ErrorKind, LinkId, Result, limits};
 use kvlane_transport::engine::auto::{self, AutoEngine};
 use kvlane_transport::engine::driver::{EngineHandle, spawn};
+use kvlane_transport::engine::gpunetio::{GpunetioConfig, GpunetioEngine};
 use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
 use kvlane_transport::engine::{Caps, Command, Engine, EngineEvent};
 
 use crate::pool::Pools;
+
+/// Ends the name of a registered engine whose NICs are emulated.
+pub const EMULATED: &str = " (emulated)";
 
 /// Which data plane a worker uses.
 #[derive(Clone, Debug)]
@@ -31,6 +35,9 @@ pub enum EngineChoice {
         /// To all others.
         tcp: TcpConfig,
     },
+    /// Pages written by the sender's NICs. This build posts to emulated ones only: the pools must be
+    /// [`Pools::own_for_nics`], and rates mean nothing.
+    Gpunetio(GpunetioConfig),
     /// A toy that writes the peer's memory itself.
     #[cfg(test)]
     Toy(crate::toy::ToyConfig),
@@ -43,12 +50,17 @@ impl EngineChoice {
             Self::Tcp(_) => "tcp",
             Self::Shm(_) => "shm",
             Self::Auto { .. } => auto::NAME,
+            Self::Gpunetio(_) => "gpunetio",
             #[cfg(test)]
             Self::Toy(_) => "toy",
         }
     }
-    /// Every name under which a peer can be linked, best first.
+    /// Every name under which a peer can be linked, best first, as others are told: emulated NICs are
+    /// never told without that word.
     pub(crate) fn names(&self) -> Vec<String> {
+        if let Self::Gpunetio(_) = self {
+            return vec![format!("{}{EMULATED}", self.name())];
+        }
         let parts = match self {
             Self::Auto { .. } => &["shm", "tcp"][..],
             _ => &[],
@@ -63,6 +75,7 @@ impl EngineChoice {
                 Self::Shm(shm.clone()).make()?,
                 Self::Tcp(tcp.clone()).make()?,
             ])?),
+            Self::Gpunetio(config) => Box::new(GpunetioEngine::new(config.clone())?),
             #[cfg(test)]
             Self::Toy(config) => Box::new(crate::toy::Toy::new(config.clone())?),
         })

@@ -39,7 +39,7 @@ mod shell;
 mod toy;
 
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
-pub use engine::EngineChoice;
+pub use engine::{EMULATED, EngineChoice};
 pub use handle::WorkerHandle;
 pub use kvlane_proto::prefill::Takers;
 pub use pool::Pools;

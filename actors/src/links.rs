@@ -42,6 +42,7 @@ pub(crate) enum News {
         share: Arc<Share>,
         pools: Arc<[Layout]>,
         maps: Arc<[Arc<PoolMap>]>,
+        since: Time,
     },
     Deliver {
         link: LinkId,
@@ -276,13 +277,23 @@ impl Links {
                     };
                     self.engine.send(Command::Connect { link, remote });
                 }
-                Output::Up { path, lanes, part_bytes, share, pools, maps } => {
+                Output::Up { path, lanes, part_bytes, share, pools, maps, since } => {
                     let engine = entry.engine;
                     entry.up = Some(engine);
                     let peer = entry.machine.peer().clone();
                     tracing::info!(%peer, %engine, lanes, part_bytes, "link is up");
                     metrics::gauge!("kvlane_links", "engine" => engine).increment(1);
-                    news.push(News::Up { link, peer, path, lanes, part_bytes, share, pools, maps });
+                    news.push(News::Up {
+                        link,
+                        peer,
+                        path,
+                        lanes,
+                        part_bytes,
+                        share,
+                        pools,
+                        maps,
+                        since,
+                    });
                 }
                 Output::Deliver { msg, echo_sent } => {
                     news.push(News::Deliver { link, msg, echo_sent });

@@ -30,11 +30,26 @@ impl Pools {
     /// # Errors
     /// As [`Pools::own`] and [`Pools::new`].
     pub fn own_all(pools: Vec<(Layout, u32)>) -> Result<Self> {
+        Self::make(pools, Region::memfd)
+    }
+
+    /// As [`Pools::own_all`], in memory that emulated NICs may be given to write.
+    ///
+    /// # Errors
+    /// As [`Pools::own_all`].
+    pub fn own_for_nics(pools: Vec<(Layout, u32)>) -> Result<Self> {
+        Self::make(pools, Region::for_nic)
+    }
+
+    fn make(
+        pools: Vec<(Layout, u32)>,
+        memory: impl Fn(u64) -> Result<Arc<Region>>,
+    ) -> Result<Self> {
         let mut regions = Vec::new();
         let mut mapped = Vec::new();
         for (layout, blocks) in pools {
             layout.check()?;
-            let region = Region::memfd(PoolMap::contiguous_bytes(&layout, blocks))?;
+            let region = memory(PoolMap::contiguous_bytes(&layout, blocks))?;
             let map = PoolMap::contiguous(Device::Host, region.address(), &layout, blocks);
             mapped.push((layout, map));
             regions.push(region);

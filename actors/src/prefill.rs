@@ -350,8 +350,8 @@ impl Side for Rooms {
     }
     fn news(&mut self, now: Time, _: &mut Shell, news: News) {
         let event = match news {
-            News::Up { link, peer, path, part_bytes, share, pools, maps, .. } => {
-                Event::LinkUp { link, peer, path, part_bytes, share, pools, maps }
+            News::Up { link, peer, path, part_bytes, share, pools, maps, since, .. } => {
+                Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since }
             }
             News::Deliver { link, msg, echo_sent } => Event::Peer { link, msg, echo_sent },
             News::Lost { link, why, .. } => Event::LinkDown { link, why },

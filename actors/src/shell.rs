@@ -102,6 +102,13 @@ impl<S: Side> Worker<S> {
 
     /// Carries out what the machines want, until all of them are still.
     pub(crate) fn drive(&mut self, ctx: &mut Context<Self>) {
+        self.settle(ctx);
+        let load = self.side.load();
+        self.shell.load.send_if_modified(|old| std::mem::replace(old, load) != load);
+        self.arm(ctx);
+    }
+
+    fn settle(&mut self, ctx: &mut Context<Self>) {
         loop {
             while self.side.step(&mut self.shell, ctx) {}
             let Some(news) = self.shell.news.pop_front() else { break };
@@ -116,12 +123,9 @@ impl<S: Side> Worker<S> {
                 self.shell.links.close_engine(link);
             }
         }
-        let load = self.side.load();
-        self.shell.load.send_if_modified(|old| std::mem::replace(old, load) != load);
-        self.arm(ctx);
     }
 
-    fn take_events(&mut self) {
+    fn take_events(&mut self, ctx: &mut Context<Self>) {
         // What an engine says in one breath happened at one time: a lane that came up, and the word
         // that lets the peer use it.
         let now = now();
@@ -129,11 +133,11 @@ impl<S: Side> Worker<S> {
             if self.shell.hooks.stopped() {
                 return;
             }
-            self.engine_event(now, event);
+            self.engine_event(now, event, ctx);
         }
     }
 
-    fn engine_event(&mut self, now: Time, event: EngineEvent) {
+    fn engine_event(&mut self, now: Time, event: EngineEvent, ctx: &mut Context<Self>) {
         let links = &mut self.shell.links;
         let news = match &event {
             EngineEvent::LaneUp { link, lane } => links.lane(now, *link, *lane, true),
@@ -149,7 +153,11 @@ impl<S: Side> Worker<S> {
             EngineEvent::Chosen { link, engine } => return links.chosen(*link, engine),
             _ => Vec::new(),
         };
-        self.shell.news.extend(news);
+        if !news.is_empty() {
+            // The rooms know a link before they hear what becomes of its lanes.
+            self.shell.news.extend(news);
+            self.settle(ctx);
+        }
         match event {
             EngineEvent::Local { link, blob } => {
                 let news = self.shell.links.local(now, link, blob);
@@ -190,7 +198,7 @@ impl<S: Side> Worker<S> {
             return;
         }
         // What has happened already counts before what has not.
-        self.take_events();
+        self.take_events(ctx);
         let now = now();
         let late_ms = due.map_or(0, |due| now.ms_since(due));
         if late_ms > STOOD_STILL_MS {
@@ -295,7 +303,7 @@ impl<S: Side> Handler<CallsGone> for Worker<S> {
 impl<S: Side> Handler<EngineWake> for Worker<S> {
     type Result = ();
     fn handle(&mut self, EngineWake(alive): EngineWake, ctx: &mut Context<Self>) {
-        self.take_events();
+        self.take_events(ctx);
         self.drive(ctx);
         if !alive {
             let why = Refusal::new(ErrorKind::Internal, "the engine's thread has ended");

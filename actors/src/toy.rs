@@ -6,7 +6,7 @@
 //! its end. The two workers are in one process, so a "connection" is a number that the receiver has
 //! in [`ALIVE`], and proofs are made by an engine inside that has no links.
 
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)]
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -35,7 +35,7 @@ fn alive() -> MutexGuard<'static, Option<HashSet<u64>>> {
 
 /// What a test learns of an engine.
 #[derive(Debug, Default)]
-pub(crate) struct Seen {
+pub struct Seen {
     /// Parts that came on another connection than the receiver's grant had.
     foreign: AtomicU64,
     revoked: AtomicU64,
@@ -47,7 +47,7 @@ pub(crate) struct Seen {
 
 /// How it behaves.
 #[derive(Clone, Debug)]
-pub(crate) struct ToyConfig {
+pub struct ToyConfig {
     pub(crate) rails: u16,
     /// Every so many posts a connection is lost; 0 for never.
     pub(crate) lose_every: u64,

@@ -41,7 +41,8 @@ impl Started {
 
 struct Process {
     name: String,
-    role: Role,
+    /// None for what is no member of the cluster.
+    role: Option<Role>,
     child: Child,
     lines: Option<Lines<BufReader<ChildStdout>>>,
 }
@@ -93,6 +94,17 @@ impl Cluster {
         let flags = ["bootstrap", "--quic", "127.0.0.1:0", "--until-stdin-closes"];
         self.start(&identity, &flags).await
     }
+    /// Starts an emulated NIC; gives its socket.
+    ///
+    /// # Errors
+    /// As [`Cluster::start`].
+    pub(crate) async fn start_nic(&mut self, n: u16) -> Result<String> {
+        let name = format!("nic-{n}");
+        let socket = self.dir.path().join(&name).display().to_string();
+        let flags = ["emulated-nic", "--socket", &socket, "--name", &name, "--until-stdin-closes"];
+        self.spawn(&name, None, &flags).await?;
+        Ok(socket)
+    }
     /// Starts this program with `flags` and certificates, and waits for its line that says it is
     /// ready. It must end with its standard input.
     ///
@@ -100,16 +112,18 @@ impl Cluster {
     /// [`ErrorKind::Io`] with the process's name if it does not start or is not ready in time.
     pub(crate) async fn start(&mut self, identity: &Identity, flags: &[&str]) -> Result<Started> {
         let name = format!("{}-{}", identity.instance, identity.rank);
-        let failed = |why: &str| Error::new(ErrorKind::Io, why.to_string()).with("process", &name);
-        let certs = self.certs(identity)?;
+        let certs = self.certs(identity)?.display().to_string();
+        let flags = [flags, &["--certs", &certs]].concat();
+        self.spawn(&name, Some(identity.role), &flags).await
+    }
+    async fn spawn(&mut self, name: &str, role: Option<Role>, flags: &[&str]) -> Result<Started> {
+        let failed = |why: &str| Error::new(ErrorKind::Io, why.to_string()).with("process", name);
         let program = std::env::current_exe()
             .map_err(|e| failed("this program cannot be found").caused_by(e))?;
-        let log = std::fs::File::create(self.log(&name))
+        let log = std::fs::File::create(self.log(name))
             .map_err(|e| failed("cannot write a log").caused_by(e))?;
         let mut child = Command::new(program)
             .args(flags)
-            .arg("--certs")
-            .arg(certs)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log)
@@ -119,8 +133,7 @@ impl Cluster {
             .spawn()
             .map_err(|e| failed("cannot be started").caused_by(e))?;
         let (pid, stdout) = (child.id().unwrap_or_default(), child.stdout.take());
-        let role = identity.role;
-        self.processes.push(Process { name: name.clone(), role, child, lines: None });
+        self.processes.push(Process { name: name.to_string(), role, child, lines: None });
         let Some(stdout) = stdout else { return Err(failed("has no output")) };
         let mut lines = BufReader::new(stdout).lines();
         let line = tokio::time::timeout(READY, lines.next_line())
@@ -200,7 +213,7 @@ impl Cluster {
     /// How many links of these processes came up, by engine; as far as they log it.
     pub(crate) fn links(&self, of: Role) -> BTreeMap<String, u32> {
         let mut links = BTreeMap::new();
-        for process in self.processes.iter().filter(|p| p.role == of) {
+        for process in self.processes.iter().filter(|p| p.role == Some(of)) {
             let text = std::fs::read_to_string(self.log(&process.name)).unwrap_or_default();
             let up = text.lines().filter(|line| line.contains("link is up"));
             for engine in up.filter_map(|l| l.split_once(" engine=")?.1.split_whitespace().next()) {

@@ -47,6 +47,8 @@ enum Command {
     BenchReceiver,
     /// What one instance would send to another: pairs of ranks, writes, bytes, or why not
     Plan(commands::plan::Args),
+    /// An emulated RDMA NIC, to test with: one process is one NIC of this machine
+    EmulatedNic(commands::emulated_nic::Args),
     /// A worker process of `bench --rooms` and `--rest`, which starts it
     #[command(hide = true)]
     BenchWorker(bench::control::worker::Args),
@@ -73,6 +75,7 @@ fn main() -> ExitCode {
             Command::Bench(args) => commands::bench::run(args).await,
             Command::BenchReceiver => bench::receiver::run(),
             Command::Plan(args) => commands::plan::run(&args),
+            Command::EmulatedNic(args) => commands::emulated_nic::run(args).await,
             Command::BenchWorker(args) => bench::control::worker::run(args).await,
             Command::Ca(command) => commands::ca::run(command),
         }

@@ -130,8 +130,10 @@ impl Totals {
             (
                 "in all",
                 format!(
-                    "{:.2} s, {:.2} GB/s with filling and checking",
-                    self.seconds, self.gbytes_per_s
+                    "{:.2} s, {:.2} GB/s with filling and checking{}",
+                    self.seconds,
+                    self.gbytes_per_s,
+                    if self.emulated { "; emulated, so no measure of anything" } else { "" }
                 ),
             ),
         ];

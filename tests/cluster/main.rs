@@ -17,6 +17,7 @@ mod certificates;
 mod ends;
 mod fences;
 mod kills;
+mod nics;
 mod rooms;
 mod router_process;
 mod routers;

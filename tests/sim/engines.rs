@@ -107,6 +107,8 @@ pub(crate) struct OpenGrant {
 /// What one session may fill of a grant.
 pub(crate) struct OpenSource {
     pub(crate) lanes: Vec<LaneId>,
+    /// The connections that they had: what a revoke destroys.
+    conns: Vec<usize>,
     landed: u128,
 }
 
@@ -178,6 +180,18 @@ impl World {
         pages: &PartPages,
     ) {
         self.check_post(p, sid, grant, part, lane);
+        self.put_on_wire(p, sid, grant, part, lane, pages);
+    }
+
+    pub(crate) fn put_on_wire(
+        &mut self,
+        p: usize,
+        sid: usize,
+        grant: GrantId,
+        part: PartId,
+        lane: LaneId,
+        pages: &PartPages,
+    ) {
         let s = &self.sessions[sid];
         let kind = s.kind;
         let Some(&c) = s.lanes.get(usize::from(lane.0)).filter(|&&c| c != usize::MAX) else {
@@ -686,18 +700,14 @@ impl World {
             let pairs = open.sources.iter().filter(|(sid, _)| {
                 how == FenceHow::Revoke && self.sessions[**sid].kind == Kind::OneSided
             });
-            let pairs: Vec<_> = pairs.map(|(&sid, s)| (sid, s.lanes.clone())).collect();
+            let pairs: Vec<usize> = pairs.flat_map(|(_, s)| s.conns.iter().copied()).collect();
             let done = self.d[d].rooms.values().any(|r| r.grant == grant && r.all_arrived());
-            for (sid, lanes) in pairs {
-                for c in 0..self.conns.len() {
-                    let conn = &self.conns[c];
-                    if conn.sid == sid && lanes.contains(&LaneId(conn.lane)) {
-                        if done && conn.alive[0] && conn.queue.iter().any(|x| x.grant == grant) {
-                            self.cov.hit(C::Abandoned, Kind::OneSided as usize);
-                        }
-                        self.end_of_conn(c, 0);
-                    }
+            for c in pairs.into_iter().filter(|&c| c != usize::MAX) {
+                let conn = &self.conns[c];
+                if done && conn.alive[0] && conn.queue.iter().any(|x| x.grant == grant) {
+                    self.cov.hit(C::Abandoned, Kind::OneSided as usize);
                 }
+                self.end_of_conn(c, 0);
             }
         }
         // Behind the notices of the lanes that it destroyed.
@@ -723,7 +733,9 @@ impl World {
         let parts: Vec<_> =
             sources.iter().map(|(l, _, plan)| (l.0 as usize, plan.grid().parts())).collect();
         let open = sources.iter().map(|(link, lanes, _)| {
-            (link.0 as usize, OpenSource { lanes: lanes.clone(), landed: 0 })
+            let sid = link.0 as usize;
+            let conns = lanes.iter().map(|l| self.sessions[sid].lanes[usize::from(l.0)]).collect();
+            (sid, OpenSource { lanes: lanes.clone(), conns, landed: 0 })
         });
         let open = OpenGrant { sources: open.collect(), fencing: false };
         let links = sources.into_iter().map(|(link, lanes, plan)| {

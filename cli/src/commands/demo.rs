@@ -1,5 +1,5 @@
-//! `kvlane demo`: a bootstrap service, prefill workers and decode workers as processes of their own,
-//! with certificates of a throw-away authority, and requests replayed through them.
+//! `kvlane demo`: a bootstrap service, prefill workers and decode workers (and their NICs, where those
+//! are emulated) as processes of their own, with certificates of a throw-away authority, and requests replayed through them.
 
 use std::process::ExitCode;
 
@@ -7,7 +7,7 @@ use kvlane_proto::{Result, Role};
 use kvlane_transport::quic::Security;
 
 use super::replay::{self, LoadArgs};
-use super::worker::EngineName;
+use super::worker::{Asked, EngineName, check_engine};
 use super::{INTERRUPTED, Interrupt};
 use crate::cluster::Cluster;
 use crate::load::models;
@@ -40,12 +40,21 @@ pub(crate) struct Args {
     /// Check each part with a CRC32C
     #[arg(long)]
     checksum: bool,
+    /// With `--engine gpunetio`: NICs are processes of this program; rates mean nothing
+    #[arg(long)]
+    emulated: bool,
+    /// How many NICs there are; 2 if not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
+    rails: Option<u16>,
     #[command(flatten)]
     load: LoadArgs,
 }
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     // With a wrong flag, nothing is started.
+    let nics = args.rails.is_some().then_some("--rails");
+    let Args { engine, emulated, checksum, .. } = args;
+    check_engine(&Asked { engine, emulated, checksum, nics })?;
     for tp in [args.prefill_tp, args.decode_tp] {
         models::pools(&args.model, models::PAGE_TOKENS, (0, tp))?;
     }
@@ -106,6 +115,12 @@ impl Args {
 
 /// Starts the processes; gives the address of the bootstrap service.
 async fn start(args: &Args, pool_mib: u64, cluster: &mut Cluster) -> Result<String> {
+    let mut nics = Vec::new();
+    if args.emulated {
+        for n in 0..args.rails.unwrap_or(2) {
+            nics.push(cluster.start_nic(n).await?);
+        }
+    }
     let service = cluster.start_service().await?.quic().to_string();
     let pool_mib = pool_mib.to_string();
     let instances = (0..args.prefill)
@@ -120,6 +135,10 @@ async fn start(args: &Args, pool_mib: u64, cluster: &mut Cluster) -> Result<Stri
         flags.extend(["--engine", args.engine.as_str(), "--tp", &tp]);
         if args.checksum {
             flags.push("--checksum");
+        }
+        if args.emulated {
+            flags.push("--emulated");
+            flags.extend(nics.iter().flat_map(|nic| ["--nic", nic]));
         }
         flags.push("--until-stdin-closes");
         let identity = cluster.identity(role, &name, rank)?;

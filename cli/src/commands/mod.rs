@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod bootstrap;
 pub(crate) mod ca;
 pub(crate) mod demo;
+pub(crate) mod emulated_nic;
 pub(crate) mod plan;
 pub(crate) mod replay;
 mod values;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use kvlane_actors::EMULATED;
 use kvlane_coordinator::{Coordinator, CoordinatorConfig, Handoff, PairRequest};
 use kvlane_proto::{Error, ErrorKind, Identity, Layout, Outcome, Refusal, Result, Role, limits};
 use kvlane_transport::quic::Security;
@@ -160,7 +161,7 @@ pub(crate) async fn replay(
     let mut totals = Totals {
         model: cluster.model.clone(),
         engine: cluster.engine.clone(),
-        emulated: cluster.engine.contains("emulated"),
+        emulated: cluster.emulated,
         scale: fit.scale,
         ..Totals::default()
     };
@@ -239,6 +240,8 @@ async fn stats(serving: &[String]) -> BTreeMap<String, LegReply> {
 struct Cluster {
     model: String,
     engine: String,
+    /// Some worker's NICs are test devices.
+    emulated: bool,
     /// The model's first pool, as if it were on one rank.
     whole: Layout,
     /// Largest and smallest page of any worker.
@@ -279,7 +282,11 @@ impl Cluster {
         let pages: Vec<u32> = pages.map(|l| l.page_tokens).collect();
         Ok(Self {
             model: models::name(layout),
-            engine: registration.engines.join(", "),
+            engine: registration.engines.join(", ").replace(EMULATED, ""),
+            emulated: view
+                .workers()
+                .flat_map(|m| &m.view.registration.engines)
+                .any(|engine| engine.ends_with(EMULATED)),
             whole: Layout { kv_heads: layout.kv_heads_total, ..layout.clone() },
             page_tokens: (
                 pages.iter().copied().max().unwrap_or(1),

@@ -7,9 +7,11 @@ use std::time::Duration;
 use clap::ValueEnum;
 use kvlane_actors::{DecodeWorker, EngineChoice, Pools, PrefillWorker, WorkerConfig};
 use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
+use kvlane_transport::engine::gpunetio::GpunetioConfig;
 use kvlane_transport::engine::shm::ShmConfig;
 use kvlane_transport::engine::tcp::TcpConfig;
 use kvlane_transport::quic::load_reset_key;
+use kvlane_transport::sys::unix::Name;
 
 use super::values::host_port;
 use super::{EndArgs, SecurityArgs, say_ready};
@@ -45,6 +47,8 @@ pub(crate) enum EngineName {
     Shm,
     /// Shared memory where the peer's socket can be reached, else TCP
     Auto,
+    /// Writes of the sender's NIC; this build posts to emulated NICs only, with --emulated
+    Gpunetio,
 }
 
 impl EngineName {
@@ -53,7 +57,44 @@ impl EngineName {
             Self::Tcp => "tcp",
             Self::Shm => "shm",
             Self::Auto => "auto",
+            Self::Gpunetio => "gpunetio",
         }
+    }
+}
+
+/// What was asked of an engine, for [`check_engine`].
+pub(super) struct Asked {
+    pub(super) engine: EngineName,
+    pub(super) emulated: bool,
+    pub(super) checksum: bool,
+    /// The flag that says how many NICs there are, if it was given.
+    pub(super) nics: Option<&'static str>,
+}
+
+/// Refuses by name what an engine cannot do.
+pub(super) fn check_engine(asked: &Asked) -> Result<()> {
+    let Asked { engine, emulated, checksum, nics } = asked;
+    let name = engine.as_str();
+    let refused = |what: String, fix: &'static str| {
+        Err(Error::new(ErrorKind::Config, what).with("engine", name).hint(fix))
+    };
+    match engine {
+        EngineName::Gpunetio if !emulated => refused(
+            "this build posts to emulated NICs only".into(),
+            "add --emulated; rates then mean nothing",
+        ),
+        EngineName::Gpunetio if *checksum => refused(
+            "--checksum is not for this engine: no code of the receiver sees a part".into(),
+            "drop --checksum; NICs check what they carry",
+        ),
+        EngineName::Gpunetio => Ok(()),
+        _ => match emulated.then_some("--emulated").or(*nics) {
+            Some(flag) => refused(
+                format!("{flag} is not for this engine: it has no NICs of its own"),
+                "drop it, or use --engine gpunetio --emulated",
+            ),
+            None => Ok(()),
+        },
     }
 }
 
@@ -110,12 +151,18 @@ pub(crate) struct Args {
     /// Check each part with a CRC32C
     #[arg(long)]
     checksum: bool,
-    /// Connections to each peer
-    #[arg(long, default_value_t = limits::LANES_PER_LINK)]
-    lanes: u16,
-    /// Connections that a room borrows
-    #[arg(long, default_value_t = limits::LANES_PER_ROOM)]
-    lanes_per_room: u16,
+    /// Use NICs that are processes of `kvlane emulated-nic`: for tests, rates mean nothing
+    #[arg(long)]
+    emulated: bool,
+    /// Socket of a NIC, @NAME or a file; one for each rail, in the same order at every worker
+    #[arg(long, value_name = "SOCKET")]
+    nic: Vec<Name>,
+    /// Connections to each peer; 4 for each rail, if not given
+    #[arg(long)]
+    lanes: Option<u16>,
+    /// Connections that a room borrows; one of each rail, if not given
+    #[arg(long)]
+    lanes_per_room: Option<u16>,
     /// File with the key that lets a restarted worker end its old connections; made if missing
     #[arg(long, value_name = "FILE")]
     reset_key: Option<std::path::PathBuf>,
@@ -132,6 +179,20 @@ pub(crate) struct Args {
     security: SecurityArgs,
     #[command(flatten)]
     end: EndArgs,
+}
+
+impl Args {
+    fn check_engine(&self) -> Result<()> {
+        let nics = (!self.nic.is_empty()).then_some("--nic");
+        let Self { engine, emulated, checksum, .. } = *self;
+        check_engine(&Asked { engine, emulated, checksum, nics })?;
+        if let (EngineName::Gpunetio, None) = (engine, nics) {
+            return Err(Error::new(ErrorKind::Config, "no NIC is named")
+                .with("engine", engine.as_str())
+                .hint("start one with `kvlane emulated-nic --socket @NAME`, and add --nic @NAME"));
+        }
+        Ok(())
+    }
 }
 
 /// Takes note of what is to go wrong.
@@ -166,6 +227,7 @@ fn faults(args: &Args) -> Result<()> {
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     faults(&args)?;
+    args.check_engine()?;
     let role = Role::from(args.role);
     let (security, identity) = args.security.identity(role, &args.name, args.rank)?;
     if identity.rank >= args.tp {
@@ -199,7 +261,11 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
             "--serving is on loopback: routers on other hosts cannot reach the model server"
         );
     }
-    let pools = Pools::own_all(layouts.into_iter().map(|l| (l, blocks as u32)).collect())?;
+    let wanted = layouts.into_iter().map(|l| (l, blocks as u32)).collect();
+    let pools = match args.engine {
+        EngineName::Gpunetio => Pools::own_for_nics(wanted)?,
+        _ => Pools::own_all(wanted)?,
+    };
     let data = args.data.unwrap_or(args.listen.ip());
     let tcp = TcpConfig {
         bind: SocketAddr::new(data, 0),
@@ -211,15 +277,17 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         EngineName::Tcp => EngineChoice::Tcp(tcp),
         EngineName::Shm => EngineChoice::Shm(shm),
         EngineName::Auto => EngineChoice::Auto { shm, tcp },
+        EngineName::Gpunetio => EngineChoice::Gpunetio(GpunetioConfig::new(args.nic.clone())),
     };
+    let rails = args.nic.len().clamp(1, usize::from(limits::LANES_PER_LINK_MAX)) as u16;
     let server = Server::bind(args.serving).await?;
     let mut config = WorkerConfig::new(identity.clone(), security, pools.clone(), engine);
     config.listen = args.listen;
     config.advertise.clone_from(&args.advertise);
     config.service.clone_from(&args.service);
     config.serving = server.address().to_string();
-    config.lanes_per_link = args.lanes;
-    config.lanes_per_room = args.lanes_per_room;
+    config.lanes_per_link = args.lanes.unwrap_or(limits::LANES_PER_LINK * rails);
+    config.lanes_per_room = args.lanes_per_room.unwrap_or(limits::LANES_PER_ROOM * rails);
     if let Some(file) = &args.reset_key {
         config.reset_key = Some(load_reset_key(file)?);
     }

@@ -119,6 +119,8 @@ pub enum Output {
         pools: Arc<[Layout]>,
         /// Where the pages of each are, if this side's engine writes them itself.
         maps: Arc<[Arc<PoolMap>]>,
+        /// When the last of the lanes came up.
+        since: Time,
     },
     /// A message for the rooms.
     Deliver {
@@ -152,6 +154,8 @@ pub struct Link {
     chosen: Option<Chosen>,
     share: Option<Arc<Share>>,
     lanes_up: Vec<bool>,
+    /// When the last one came up.
+    since: Time,
     part_bytes: u64,
     said_ready: bool,
     peer_ready: bool,
@@ -186,6 +190,7 @@ impl Link {
     pub fn new(now: Time, peer: WorkerKey, config: LinkConfig) -> Self {
         Self {
             lanes_up: vec![false; usize::from(config.lanes)],
+            since: now,
             part_bytes: config.part_bytes,
             config,
             peer,
@@ -253,9 +258,8 @@ impl Link {
         }
         self.seq += 1;
         self.last_sent = now;
-        // What engines say is remembered exactly: offers that echo it are newer than the lanes that
-        // it is about.
-        let exact = matches!(msg, PeerMsg::Engine(_));
+        // What is said of lanes is remembered exactly: offers that echo it are newer than the lanes.
+        let exact = matches!(msg, PeerMsg::Engine(_) | PeerMsg::Ready);
         if exact || self.sent.back().is_none_or(|(_, at)| now >= at.plus_ms(SENT_EVERY_MS)) {
             self.sent.push_back((self.seq, now));
             if self.sent.len() > SENT_MAX {
@@ -294,6 +298,7 @@ impl Link {
                 if let Some(up) = self.lanes_up.get_mut(usize::from(lane.0)) {
                     *up = true;
                 }
+                self.since = now;
                 self.ready(now);
             }
             Event::LaneDown(lane) => {
@@ -521,6 +526,7 @@ impl Link {
                 share: share.clone(),
                 pools: remote.pools.as_slice().into(),
                 maps: chosen.maps.clone(),
+                since: self.since,
             });
         }
     }
@@ -806,6 +812,28 @@ mod tests {
                 assert!(why.text.contains(want), "{want}: {why}");
             }
         }
+    }
+
+    #[test]
+    fn a_link_says_since_when_its_lanes_are_the_ones_they_are() {
+        let (mut d, mut p) = pair(small_layout());
+        d.handle_event(Time(0), Event::Local(vec![engine("tcp")]));
+        p.handle_event(Time(0), Event::Local(vec![engine("tcp")]));
+        settle(Time(0), &mut d, &mut p);
+        for lane in 0..limits::LANES_PER_LINK {
+            p.handle_event(Time(1), Event::LaneUp(LaneId(lane)));
+        }
+        // It has said that it is ready, and loses a lane before the other is.
+        p.handle_event(Time(2), Event::LaneDown(LaneId(0)));
+        for lane in 0..limits::LANES_PER_LINK {
+            d.handle_event(Time(3), Event::LaneUp(LaneId(lane)));
+        }
+        let (a, b) = settle(Time(3), &mut d, &mut p);
+        assert!(matches!(a[..], [Output::Up { since: Time(3), .. }]), "{a:?}");
+        assert!(b.is_empty(), "a lane is missing: {b:?}");
+        p.handle_event(Time(4), Event::LaneUp(LaneId(0)));
+        let (_, b) = settle(Time(4), &mut d, &mut p);
+        assert!(matches!(b[..], [Output::Up { since: Time(4), .. }]), "{b:?}");
     }
 
     #[test]

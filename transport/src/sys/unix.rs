@@ -11,6 +11,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// Most descriptors that one message may carry.
 pub const FDS_MAX: usize = 4;
@@ -32,6 +33,18 @@ impl std::fmt::Display for Name {
             Self::Abstract(name) => write!(f, "@{}", name.escape_ascii()),
             Self::File(path) => write!(f, "{}", path.display()),
         }
+    }
+}
+
+impl FromStr for Name {
+    type Err = std::convert::Infallible;
+
+    /// As it is displayed: `@name` has no file, everything else is one.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text.strip_prefix('@') {
+            Some(name) => Self::Abstract(name.as_bytes().to_vec()),
+            None => Self::File(text.into()),
+        })
     }
 }
 
@@ -394,6 +407,15 @@ mod tests {
         let peer = a.peer().unwrap();
         assert_eq!(peer.pid, std::process::id() as i32);
         assert!(peer.is_alive());
+    }
+
+    #[test]
+    fn names_are_read_as_they_are_shown() {
+        for text in ["@kvlane-1", "/tmp/nic.sock", "nic.sock"] {
+            let name: Name = text.parse().unwrap();
+            assert_eq!(name.to_string(), text);
+            assert_eq!(matches!(name, Name::Abstract(_)), text.starts_with('@'));
+        }
     }
 
     #[test]

@@ -31,7 +31,9 @@ struct Link {
     pools: Arc<[Layout]>,
     maps: Arc<[Arc<PoolMap>]>,
     down: HashSet<LaneId>,
-    /// When a lane came back: an offer that may be older is not about this connection of it.
+    /// When the lanes came up, and when one came back: an offer that may be older is not about this
+    /// connection of it.
+    since: Time,
     renewed: HashMap<LaneId, Time>,
     /// Offers whose leg has not come, and words of their block lists.
     orphans: usize,
@@ -208,7 +210,7 @@ impl<Q> Prefill<Q> {
                     .with("reason", reason.chars().take(200).collect::<String>());
                 self.abort(now, room, why.to_refusal());
             }
-            Event::LinkUp { link, peer, path, part_bytes, share, pools, maps } => {
+            Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since } => {
                 let fresh = Link {
                     peer,
                     path,
@@ -217,6 +219,7 @@ impl<Q> Prefill<Q> {
                     pools,
                     maps,
                     down: HashSet::new(),
+                    since,
                     renewed: HashMap::new(),
                     orphans: 0,
                     orphan_words: 0,
@@ -646,7 +649,8 @@ impl<Q> Prefill<Q> {
         }
         let usable = |id: &LaneId| {
             link.path != DataPath::OneSided
-                || !link.down.contains(id) && link.renewed.get(id).is_none_or(|&at| at <= echo_sent)
+                || !link.down.contains(id)
+                    && *link.renewed.get(id).unwrap_or(&link.since) <= echo_sent
         };
         let lanes: Vec<TakerLane> = offer
             .lanes

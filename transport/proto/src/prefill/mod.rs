@@ -170,6 +170,8 @@ pub enum Event<Q> {
         pools: Arc<[Layout]>,
         /// Where the pages of each are, on one-sided paths.
         maps: Arc<[Arc<PoolMap>]>,
+        /// When the last of its lanes came up, all of which are up now.
+        since: Time,
     },
     /// A link is lost for good.
     LinkDown {

@@ -37,7 +37,9 @@ fn link_up(m: &mut Prefill<()>, link: LinkId, name: &str, path: DataPath, layout
         DataPath::OneSided => [Arc::new(there)].into(),
         DataPath::ReceiverCopies => [].into(),
     };
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, part_bytes: 1, share, pools, maps });
+    let (part_bytes, since) = (1, at(0));
+    let up = Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since };
+    m.handle_event(at(0), up);
 }
 fn outputs(m: &mut Prefill<()>) -> Vec<Output<()>> {
     std::iter::from_fn(|| m.poll_output()).collect()
@@ -531,7 +533,9 @@ fn rows_of_a_prompt_without_tokens_are_sent_when_they_are_declared() {
     let peer = WorkerKey { identity, incarnation: Incarnation([1; 16]) };
     let share = Arc::new(Share::between(&pools, &pools).unwrap());
     let (link, path, part_bytes, maps) = (LINK, DataPath::ReceiverCopies, 1, [].into());
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, part_bytes, share, pools, maps });
+    let since = at(0);
+    let up = Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since };
+    m.handle_event(at(0), up);
     let (room, takers, deadline_ms) = (ROOM, Takers::Any(1), 60_000);
     let leg = Event::Attach { room, tokens: 0, takers, issuer: None, deadline_ms };
     m.handle_event(at(0), leg);
@@ -808,4 +812,18 @@ fn without_a_lane_left_the_room_is_given_up_and_the_decode_decides() {
         out.iter().any(|o| matches!(o, Output::Ended { outcome, .. } if outcome.is_done())),
         "{out:?}"
     );
+}
+
+/// Lanes that came again before the link was up: what was offered for the connections before these is
+/// not about them.
+#[test]
+fn an_offer_that_may_be_older_than_the_link_waits_for_its_repetition_too() {
+    let mut m = worker(DataPath::OneSided);
+    m.links.get_mut(&LINK).unwrap().since = at(100);
+    attach(&mut m, at(100));
+    outputs(&mut m);
+    offer(&mut m, at(101), at(99));
+    assert!(outputs(&mut m).is_empty(), "neither taken nor refused");
+    offer(&mut m, at(102), at(100));
+    assert_eq!(grants(&outputs(&mut m)).len(), 1);
 }

@@ -420,7 +420,6 @@ impl Device {
             (client, domain),
             sequence,
             (memory, places, ignore_overruns),
-            now,
         ));
         match free {
             Some(slot) => self.pairs[slot] = Some(pair),
@@ -483,7 +482,9 @@ impl Device {
     fn clear(&mut self, id: u64, now: Instant) -> Answer {
         let gone = self.faults.clear(id);
         if gone.is_empty() && id != 0 {
-            return not_found("fault", id);
+            let known: Vec<_> = self.faults.list().iter().map(|one| one.id.to_string()).collect();
+            let what = format!("fault {id} is not installed, only [{}]", known.join(", "));
+            return Answer::refused(Status::NotFound, what, "0 clears all");
         }
         for one in &gone {
             for flow in self.flows.values_mut() {

@@ -176,9 +176,11 @@ impl Device {
                 self.complete(slot, *receive, what, now);
             }
         }
-        self.acknowledged(header, header.sequence, now);
         if in_error {
+            // It says nothing any more: its sender asks in vain.
             self.flush_receives(slot, now);
+        } else {
+            self.acknowledged(header, header.sequence, now);
         }
     }
 

@@ -1,0 +1,112 @@
+//! Workers whose pages are written by NICs, which are processes of their own: what a dead one costs.
+
+use kvlane_proto::{ErrorKind, Outcome, Role};
+
+use super::cluster::{Cluster, Ended, PAGE_TOKENS, PAGES_PER_BLOCK, Router, Worker};
+use super::process::Process;
+
+const TOKENS: u32 = 900;
+const PAGES: u64 = (TOKENS.div_ceil(PAGE_TOKENS) as u64) * PAGES_PER_BLOCK;
+
+/// The NICs of a host, one for each rail.
+struct Nics {
+    processes: Vec<Process>,
+    sockets: Vec<String>,
+}
+
+impl Nics {
+    async fn start(cluster: &Cluster, rails: usize) -> Self {
+        let (mut processes, mut sockets) = (Vec::new(), Vec::new());
+        for n in 0..rails {
+            let name = format!("nic-{n}");
+            let socket = cluster.dir().join(&name).display().to_string();
+            let flags = ["emulated-nic", "--socket", &socket, "--name", &name];
+            let flags: Vec<String> = flags.iter().map(ToString::to_string).collect();
+            let mut process = Process::spawn(cluster.dir(), &name, &flags);
+            process.ready().await;
+            processes.push(process);
+            sockets.push(socket);
+        }
+        Self { processes, sockets }
+    }
+    /// A worker that uses all of them.
+    async fn worker(&self, cluster: &Cluster, role: Role, name: &str) -> Worker {
+        let mut flags = vec!["--engine", "gpunetio", "--emulated"];
+        flags.extend(self.sockets.iter().flat_map(|socket| ["--nic", socket]));
+        cluster.worker(role, name, &flags).await
+    }
+}
+
+/// One room; whether it was done. However it ended, no page of it is wrong, and if it was not done
+/// it says why.
+async fn room(router: &Router, prefill: &Worker, decode: &Worker) -> bool {
+    let request = router.reserve(prefill, decode, TOKENS).await;
+    let ended = router.run(prefill, decode, &request).await;
+    let Ended { prefill: Some(sent), decode: Some(received), .. } = &ended else {
+        panic!("a worker died: {ended:?}")
+    };
+    assert_eq!(received.pages_corrupt, 0, "{ended:?}");
+    if received.is_done() {
+        assert_eq!(received.pages_verified, PAGES, "{ended:?}");
+        return true;
+    }
+    let named = [ErrorKind::NoPath, ErrorKind::Quarantined, ErrorKind::Incomplete];
+    assert!(named.contains(&received.why().kind), "{received:?}");
+    assert!(!matches!(received.outcome, Some(Outcome::Unknown { .. })), "{received:?}");
+    assert!(!sent.is_done(), "the prefill never contradicts: {ended:?}");
+    false
+}
+
+#[tokio::test]
+async fn rooms_over_two_rails_are_done_and_go_on_over_the_one_that_is_left() {
+    let cluster = Cluster::start().await;
+    let mut nics = Nics::start(&cluster, 2).await;
+    let prefill = nics.worker(&cluster, Role::Prefill, "p").await;
+    let decode = nics.worker(&cluster, Role::Decode, "d").await;
+    let router = cluster.router("r").await;
+    router.sees(&prefill).await;
+    router.sees(&decode).await;
+    for _ in 0..3 {
+        router.hand_off(&prefill, &decode, TOKENS).await;
+    }
+    decode.load("lanes of both rails", |l| (l.rooms, l.free_lanes) == (0, 8)).await;
+
+    // Two at a time, so that some are under way when the NIC dies.
+    let one_after_the_other = async || {
+        let mut ends = Vec::new();
+        for _ in 0..12 {
+            ends.push(room(&router, &prefill, &decode).await);
+        }
+        ends
+    };
+    let kill = async {
+        // Rooms are there.
+        decode.load("a room", |l| l.rooms > 0).await;
+        nics.processes[0].kill().await;
+    };
+    let (a, b, ()) = tokio::join!(one_after_the_other(), one_after_the_other(), kill);
+    eprintln!("rooms beside the death of a NIC: {a:?} {b:?}");
+    for ends in [&a, &b] {
+        assert!(ends[ends.len() - 3..].iter().all(|done| *done), "it did not heal: {ends:?}");
+    }
+    decode.load("lanes of one rail", |l| l.rooms == 0 && l.free_lanes == 4).await;
+}
+
+#[tokio::test]
+async fn without_a_nic_left_rooms_end_and_say_so() {
+    let cluster = Cluster::start().await;
+    let mut nics = Nics::start(&cluster, 1).await;
+    let prefill = nics.worker(&cluster, Role::Prefill, "p").await;
+    let decode = nics.worker(&cluster, Role::Decode, "d").await;
+    let router = cluster.router("r").await;
+    router.sees(&prefill).await;
+    router.sees(&decode).await;
+    router.hand_off(&prefill, &decode, TOKENS).await;
+    nics.processes[0].kill().await;
+    decode.load("no lane", |l| l.free_lanes == 0).await;
+    let mut request = Router::request(&prefill, &decode, TOKENS);
+    request.wait = std::time::Duration::from_secs(1);
+    let e = router.coordinator.reserve(request).await.unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Busy, "{e}");
+    assert!(e.to_string().contains("no lane became free"), "{e}");
+}
