@@ -950,7 +950,8 @@ fn the_most_lanes_over_three_rails() {
     let (src, dst) = pools(&mut p, 1000, 2048);
     p.connect(limits::LANES_PER_LINK_MAX);
     let ids: Vec<u32> = (0..2048).collect();
-    let (from, to) = (src.source(&ids, 3000), dst.plan(&backwards(0..2048), 3000));
+    // So many parts that a lane could have all of its own in flight.
+    let (from, to) = (src.source(&ids, 4000), dst.plan(&backwards(0..2048), 4000));
     p.open(7, limits::LANES_PER_LINK_MAX, &to);
     p.send_all(7, limits::LANES_PER_LINK_MAX, &from);
     assert_eq!(dst.touched(), 2048 * 1000);
