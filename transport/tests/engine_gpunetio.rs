@@ -45,7 +45,7 @@ fn backwards(blocks: std::ops::Range<u32>) -> Vec<u32> {
 /// wire, however late they come, wherever the abort strikes.
 #[test]
 fn writes_on_the_wire_do_not_land_after_the_proof() {
-    let nics = Nics::new(1);
+    let nics = Nics::patient(1);
     let mut control = nics.control(0);
     let mut p = nics.pair(64);
     let (src, dst) = pools(&mut p, 4096, 16);
@@ -84,7 +84,7 @@ fn writes_on_the_wire_do_not_land_after_the_proof() {
 /// What the receiver's NIC has taken lands: the proof waits for it, and for nothing else.
 #[test]
 fn landings_that_are_held_hold_the_proof() {
-    let nics = Nics::new(1);
+    let nics = Nics::patient(1);
     let mut control = nics.control(0);
     let mut p = nics.pair(64);
     let (src, dst) = pools(&mut p, 4096, 16);
@@ -109,6 +109,11 @@ fn landings_that_are_held_hold_the_proof() {
             assert!(!fenced(&p, grant), "a proof while writes may land");
         }
         assert!(downs(&p.from_rx).contains(&0), "down before the proof");
+        // That it takes long is said once, and changes nothing.
+        p.skip_ms += limits::FENCE_MS;
+        p.settle();
+        let late = |e: &EngineEvent| matches!(e, EngineEvent::Trouble(e) if e.to_string().contains("does not flush"));
+        assert_eq!((said(&p.from_rx, late), fenced(&p, grant)), (1, false));
         let before = dst.touched();
         control.clear(fault).unwrap();
         p.until("proof", |p| fenced(p, grant));
@@ -475,7 +480,7 @@ fn a_receiver_never_lacks_a_receive() {
             }
             p.poll_tx();
             // Sometimes it looks seldom, so that the credit runs out.
-            if grant % 8 != 0 || rng.next() % 64 == 0 {
+            if grant % 8 != 0 || rng.next().is_multiple_of(64) {
                 p.poll_rx();
             }
         }
@@ -493,7 +498,7 @@ fn a_receiver_never_lacks_a_receive() {
 /// is posted is waited for, and the lane lives on.
 #[test]
 fn a_part_that_is_stopped_half_way_ends_clean() {
-    let nics = Nics::new(1);
+    let nics = Nics::patient(1);
     let mut control = nics.control(0);
     let mut p = nics.pair(16);
     let (src, dst) = pools(&mut p, 4096, 64);
@@ -934,4 +939,28 @@ fn a_lying_receiver_costs_itself_its_lane() {
     s.until("end", |s| (downs(&s.said) == [0]).then_some(()));
     let why = whys(&s.said).remove(0);
     assert!(why.contains("count of parts cannot be") && why.contains("found=1000"), "{why}");
+}
+
+/// As many lanes as a link may have, spread over rails.
+#[test]
+fn the_most_lanes_over_three_rails() {
+    let nics = Nics::new(3);
+    let mut p = nics.pair(32);
+    assert_eq!(p.tx.caps().rails, 3);
+    let (src, dst) = pools(&mut p, 1000, 2048);
+    p.connect(limits::LANES_PER_LINK_MAX);
+    let ids: Vec<u32> = (0..2048).collect();
+    // So many parts that a lane could have all of its own in flight.
+    let (from, to) = (src.source(&ids, 4000), dst.plan(&backwards(0..2048), 4000));
+    p.open(7, limits::LANES_PER_LINK_MAX, &to);
+    p.send_all(7, limits::LANES_PER_LINK_MAX, &from);
+    assert_eq!(dst.touched(), 2048 * 1000);
+    finish(&mut p, 7);
+    let immediates = |n: usize| nics.control(n).stats().unwrap().immediates;
+    assert!((0..3).all(|n| immediates(n) > 150), "each rail carries its share");
+    // All at once, and up again.
+    p.open(8, limits::LANES_PER_LINK_MAX, &to);
+    revoke(&mut p, 8);
+    assert_eq!(downs(&p.from_rx).len(), usize::from(limits::LANES_PER_LINK_MAX));
+    (0..limits::LANES_PER_LINK_MAX).for_each(|lane| until_up(&mut p, lane));
 }

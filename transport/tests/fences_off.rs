@@ -76,7 +76,7 @@ fn late_writes(nics: &Nics) -> usize {
 /// One test, because the switch is the process's.
 #[test]
 fn a_late_write_lands_only_with_fences_off() {
-    let nics = Nics::new(1);
+    let nics = Nics::patient(1);
     assert_eq!(late_writes(&nics), 0, "a byte landed after the proof");
     #[cfg(feature = "fault-injection")]
     {

@@ -194,3 +194,173 @@ impl Poster<'_> {
         self.sends.push(&entry)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    use crate::emulated::client::Key;
+    use crate::engine::gpunetio::keys::Keys;
+    use crate::engine::gpunetio::wire::Opened;
+    use crate::mlx5::{Data, Operation, Places};
+    use crate::sys::share::Words;
+
+    const ENTRIES: u32 = 8;
+    const GIB: u64 = 1 << 30;
+
+    struct Bed {
+        memory: Arc<Words>,
+        sends: SendQueue,
+        keys: [Keys; 2],
+        rest: Rest,
+        seen: u64,
+        /// Source, destination, bytes and both keys of each entry, and its immediate.
+        posted: Vec<(u64, u64, u32, [u32; 2], Option<u32>)>,
+        signalled: u32,
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let at = 8 * ENTRIES as usize;
+            let places = Places {
+                sends_at: 0,
+                sends: ENTRIES,
+                receives: 1,
+                completions_at: at,
+                completions: 1,
+                record_at: at + 8,
+                doorbell_at: at + 9,
+                consumed_at: at + 10,
+            };
+            let memory = Arc::new(Words::new(at + 16, false).unwrap());
+            let sends = SendQueue::new(memory.clone(), places, 7);
+            let opened = |address, bytes, key| Opened { address, bytes, key: Key(key) };
+            // Two regions that touch, and one far away.
+            let keys = |base: u64| {
+                Keys::new(vec![
+                    opened(base, 4 * GIB, base as u32 >> 12),
+                    opened(base + 4 * GIB, GIB, (base as u32 >> 12) + 1),
+                    opened(base + 9 * GIB, 100, (base as u32 >> 12) + 2),
+                ])
+            };
+            let keys = [keys(0x10_0000), keys(0x20_0000)];
+            let (rest, posted) = (Rest::default(), Vec::new());
+            Self { memory, sends, keys, rest, seen: 0, posted, signalled: 0 }
+        }
+        fn poster(&mut self) -> (Poster<'_>, &mut Rest) {
+            let Self { sends, keys: [local, remote], rest, .. } = self;
+            let (local, remote) = (local.look(), remote.look());
+            (Poster { sends, local, remote, signal_mask: 1 }, rest)
+        }
+        /// Takes what is in the ring as completed.
+        fn complete(&mut self) {
+            for index in self.seen..self.sends.next() {
+                let at = 8 * (index as usize % ENTRIES as usize);
+                let words = &self.memory.words()[at..at + 8];
+                let entry: Entry =
+                    std::array::from_fn(|i| words[i].load(std::sync::atomic::Ordering::Relaxed));
+                let decoded = entry::decode(&entry, index as u16, 7).unwrap();
+                let (to, data, immediate) = match decoded.operation {
+                    Operation::Write { to, data } => (to, data, None),
+                    Operation::WriteImmediate { to, data, immediate } => {
+                        (to, data, Some(immediate))
+                    }
+                    Operation::Nop => panic!(),
+                };
+                let Data::One(from) = data else { panic!() };
+                let keys = [from.key, to.key];
+                self.posted.push((from.address, to.address, from.bytes, keys, immediate));
+                self.signalled += u32::from(decoded.signalled);
+            }
+            self.seen = self.sends.next();
+            if self.seen > 0 {
+                self.sends.completed((self.seen - 1) as u16);
+            }
+        }
+        fn part(&mut self, writes: &[Write]) -> Result<usize, Unknown> {
+            let (mut poster, rest) = self.poster();
+            let count = poster.part(writes.iter().copied(), 77, rest)?;
+            loop {
+                self.complete();
+                if self.rest.is_empty() {
+                    return Ok(count);
+                }
+                let (mut poster, rest) = self.poster();
+                poster.rest(77, rest)?;
+            }
+        }
+    }
+
+    fn write(source: u64, destination: u64, bytes: u32) -> Write {
+        Write { source: 0x10_0000 + source, destination: 0x20_0000 + destination, bytes }
+    }
+
+    #[test]
+    fn every_byte_is_posted_once_under_the_key_that_opens_it() {
+        let mut bed = Bed::new();
+        let far = 9 * GIB;
+        let writes = [
+            write(0, 4096, 100),
+            // Over the border of two regions on one side, then on both at different places.
+            write(4 * GIB - 10, 0, 30),
+            write(4 * GIB - 10, 4 * GIB - 20, 50),
+            // Longer than an entry may be.
+            write(5, 7, u32::MAX),
+            write(far, far + 50, 50),
+            write(far + 99, far, 1),
+        ];
+        let mut many: Vec<Write> = (0..100).map(|n| write(n * 8192, n * 4096, 4096)).collect();
+        many.splice(40..40, writes);
+        assert_eq!(bed.part(&many), Ok(many.len()));
+        let mut entries = bed.posted.iter();
+        for (n, want) in many.iter().enumerate() {
+            let mut done = 0;
+            while done < u64::from(want.bytes) {
+                let &(from, to, bytes, keys, immediate) = entries.next().unwrap();
+                assert_eq!((from, to), (want.source + done, want.destination + done), "{n}");
+                assert!(bytes > 0 && bytes <= WRITE_BYTES_MAX);
+                for (side, address) in [from, to].into_iter().enumerate() {
+                    let inside = |o: &&Opened| {
+                        o.key.0 == keys[side]
+                            && address >= o.address
+                            && address + u64::from(bytes) <= o.address + o.bytes
+                    };
+                    assert!(
+                        bed.keys[side].opened().iter().any(|o| inside(&o)),
+                        "{n}: {address:#x}"
+                    );
+                }
+                done += u64::from(bytes);
+                let last = n + 1 == many.len() && done == u64::from(want.bytes);
+                assert_eq!(immediate, last.then_some(77), "{n}");
+            }
+            assert_eq!(done, u64::from(want.bytes), "{n}");
+        }
+        assert_eq!(entries.next(), None);
+        assert!(bed.signalled >= bed.posted.len() as u32 / 2);
+    }
+
+    #[test]
+    fn what_no_key_opens_is_not_posted() {
+        for (bad, remote) in [(write(6 * GIB, 0, 8), false), (write(0, 5 * GIB - 4, 8), true)] {
+            let mut bed = Bed::new();
+            let writes = [write(0, 0, 8), bad, write(8, 8, 8)];
+            let unknown = bed.part(&writes).unwrap_err();
+            assert_eq!(unknown.remote, remote);
+            bed.complete();
+            assert!(bed.posted.iter().all(|&(.., immediate)| immediate.is_none()));
+            assert!(bed.posted.iter().map(|&(_, _, bytes, ..)| bytes).sum::<u32>() <= 12);
+        }
+        assert_eq!(Bed::new().part(&[]), Ok(0));
+    }
+
+    #[test]
+    fn immediates_say_which_part_of_which_grant() {
+        for (grant, part) in [(1, 0), (2, 5), (u64::MAX, (1 << 24) - 1)] {
+            let (bits, found) = decode(immediate(GrantId(grant), PartId(part)));
+            assert_eq!((bits, found), (check(GrantId(grant)), PartId(part)));
+        }
+        assert!((1..1000).all(|g| check(GrantId(g)) != check(GrantId(g + 1))));
+    }
+}
