@@ -180,6 +180,18 @@ impl World {
         pages: &PartPages,
     ) {
         self.check_post(p, sid, grant, part, lane);
+        self.put_on_wire(p, sid, grant, part, lane, pages);
+    }
+
+    pub(crate) fn put_on_wire(
+        &mut self,
+        p: usize,
+        sid: usize,
+        grant: GrantId,
+        part: PartId,
+        lane: LaneId,
+        pages: &PartPages,
+    ) {
         let s = &self.sessions[sid];
         let kind = s.kind;
         let Some(&c) = s.lanes.get(usize::from(lane.0)).filter(|&&c| c != usize::MAX) else {

@@ -34,10 +34,38 @@ pub(crate) struct Session {
     pub(crate) mems: [usize; 2],
     /// Until when each rail is dead.
     pub(crate) rails_dead: Vec<u64>,
-    seen: [u64; 2],
+    pub(crate) seen: [u64; 2],
 }
 
 impl Session {
+    /// Of this decode and this prefill, which is this node; not open yet.
+    pub(crate) fn new(
+        d: usize,
+        p: usize,
+        pn: usize,
+        inc: [u32; 2],
+        kind: Kind,
+        mems: [usize; 2],
+        rails: u16,
+    ) -> Self {
+        Self {
+            d,
+            p,
+            pn,
+            inc,
+            kind,
+            link: [None, None],
+            opening: true,
+            open: [false; 2],
+            up: [false; 2],
+            connected: [false; 2],
+            engine_open: [false; 2],
+            lanes: Vec::new(),
+            mems,
+            rails_dead: vec![0; usize::from(rails)],
+            seen: [0; 2],
+        }
+    }
     pub(crate) fn node(&self, side: usize) -> usize {
         if side == 0 { self.d } else { self.pn }
     }
@@ -89,23 +117,9 @@ impl World {
         // Only who writes to queue pairs has several.
         let rails = if kind == Kind::OneSided { self.prof.rails } else { 1 };
         let sid = self.sessions.len();
-        self.sessions.push(Session {
-            d,
-            p: peer,
-            pn,
-            inc: [self.hosts[d].inc, self.hosts[pn].inc],
-            kind,
-            link: [None, None],
-            opening: true,
-            open: [false; 2],
-            up: [false; 2],
-            connected: [false; 2],
-            engine_open: [false; 2],
-            lanes: Vec::new(),
-            mems: [self.d[d].mem, self.p[peer].mem],
-            rails_dead: vec![0; usize::from(rails)],
-            seen: [0; 2],
-        });
+        let inc = [self.hosts[d].inc, self.hosts[pn].inc];
+        let mems = [self.d[d].mem, self.p[peer].mem];
+        self.sessions.push(Session::new(d, peer, pn, inc, kind, mems, rails));
         let at = self.delay();
         self.push(at, None, Ev::Open { sid });
     }

@@ -595,11 +595,26 @@ impl World {
         self.violation.take()
     }
 
+    /// Forgets what was planned.
+    pub(crate) fn clear(&mut self) {
+        self.heap.clear();
+    }
+    /// The next thing that happens before `until`, for whoever plays without machines.
+    pub(crate) fn next_before(&mut self, until: u64) -> Option<Ev> {
+        if self.heap.peek().is_none_or(|Reverse(item)| item.at >= until) {
+            self.now = until;
+            return None;
+        }
+        let Reverse(item) = self.heap.pop()?;
+        self.now = item.at;
+        Some(item.ev)
+    }
+
     pub(crate) fn mix(&mut self, value: u64) {
         self.hash = (self.hash ^ value).wrapping_mul(0x0100_0000_01b3).rotate_left(17);
     }
 
-    fn dispatch(&mut self, ev: Ev) {
+    pub(crate) fn dispatch(&mut self, ev: Ev) {
         match ev {
             Ev::Timer { node, id } if id == self.hosts[node].timer => self.timer(node),
             // Another was set since.

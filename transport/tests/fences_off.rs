@@ -4,10 +4,13 @@
 
 mod engine_conformance;
 
+use engine_conformance::nics::{Nics, all, revoke, whys};
+use engine_conformance::one_sided::pools;
 use engine_conformance::{CANARY, PATIENCE, Pair, Pool, addresses, layout};
 
 use kvlane_proto::GrantId;
 use kvlane_proto::layout::KvKind;
+use kvlane_transport::emulated::faults::What;
 use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
 use kvlane_transport::engine::{Command, Engine, EngineEvent, FenceHow};
@@ -49,9 +52,41 @@ fn late_bytes(engine: fn() -> Box<dyn Engine>, how: FenceHow) -> usize {
     dst.touched()
 }
 
+/// Bytes that land after the proof of a revoke, with a NIC that has the sender's writes on the wire.
+fn late_writes(nics: &Nics) -> usize {
+    let mut control = nics.control(0);
+    let mut p = nics.pair(64);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(1);
+    let ids: Vec<u32> = (0..16).collect();
+    let (from, to) = (src.source(&ids, 16 * 4096), dst.plan(&ids, 16 * 4096));
+    let held = control.fault(&all(What::HoldWire)).unwrap();
+    p.open(7, 1, &to);
+    p.post(7, 0, 0, &from);
+    p.until("held", |_| control.stats().unwrap().hits(held) > 0);
+    revoke(&mut p, 7);
+    // As if the blocks had been given back and were in use again.
+    dst.fill(CANARY);
+    control.clear(held).unwrap();
+    p.until("end", |p| p.acked() + whys(&p.from_tx).len() > 0);
+    p.settle();
+    dst.touched()
+}
+
 /// One test, because the switch is the process's.
 #[test]
 fn a_late_write_lands_only_with_fences_off() {
+    let nics = Nics::patient(1);
+    assert_eq!(late_writes(&nics), 0, "a byte landed after the proof");
+    #[cfg(feature = "fault-injection")]
+    {
+        use kvlane_transport::engine::fence::set_fences_off;
+        set_fences_off(true);
+        let late = late_writes(&nics);
+        set_fences_off(false);
+        assert!(late > 0, "the test cannot see late writes");
+        assert_eq!(late_writes(&nics), 0, "fences are on again");
+    }
     for engine in [tcp, shm] {
         for how in [FenceHow::Close, FenceHow::Revoke] {
             assert_eq!(late_bytes(engine, how), 0, "a byte landed after the proof");

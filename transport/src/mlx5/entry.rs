@@ -2,8 +2,8 @@
 //!
 //! In: what an entry asks for, its index and its queue pair. Out: its bytes, and back. Invariants:
 //! what is not set is zero; a decoder looks at the index before anything else, because a wrong one
-//! means that the rest is of another time. It ignores the bytes 0x08 to 0x0a and 0x1c to 0x1f and
-//! unused segments, which real writers leave as they were.
+//! means that the rest is of another time. It ignores the bytes 0x08 to 0x0a and 0x1c to 0x1f, the
+//! immediate of what has none, and unused segments: real writers leave them as they were.
 
 use super::{ENTRY_BYTES, WRITE_BYTES_MAX};
 
@@ -22,7 +22,7 @@ const INLINE: u32 = 1 << 31;
 const INLINE_AT: usize = 0x24;
 const INLINE_MAX: usize = 28;
 /// Of these, what fits into the first segment of 16 bytes, behind its byte count.
-const INLINE_FIRST: u32 = 12;
+const INLINE_FIRST: usize = 12;
 
 /// An entry as eight words of memory: the words' bytes, in memory order, are the entry.
 pub type Entry = [u64; 8];
@@ -184,7 +184,7 @@ const fn complete(signalled: bool) -> u32 {
 pub fn write(index: u16, queue_pair: u32, to: Remote, from: Segment, signalled: bool) -> Entry {
     one(head(index, WRITE, queue_pair, 3), complete(signalled), 0, to, from)
 }
-/// As [`write`], with an immediate.
+/// As [`write()`], with an immediate.
 #[inline]
 pub fn write_immediate(
     index: u16,
@@ -219,7 +219,7 @@ pub fn encode(index: u16, queue_pair: u32, what: &Decoded) -> Entry {
             let len = usize::from(len).min(INLINE_MAX);
             let segments = match len {
                 0 => 2,
-                1..=12 => 3,
+                1..=INLINE_FIRST => 3,
                 _ => 4,
             };
             let nothing = Segment { address: 0, key: 0, bytes: 0 };
@@ -280,16 +280,15 @@ fn data(entry: &Entry, segments: u8) -> Result<Data, Malformed> {
     }
     let found = first(entry[4]);
     if found & INLINE != 0 {
-        let len = found & !INLINE;
+        let len = (found & !INLINE) as usize;
         // A short one with both segments would have the NIC read the second as one of memory.
         let fits = match segments {
             3 => len <= INLINE_FIRST,
-            _ => len > INLINE_FIRST && len <= INLINE_MAX as u32,
+            _ => len > INLINE_FIRST && len <= INLINE_MAX,
         };
         if !fits {
             return Err(Malformed::Length { found });
         }
-        let len = len as usize;
         bytes[..len].copy_from_slice(&to_bytes(entry)[INLINE_AT..INLINE_AT + len]);
         return Ok(Data::Inline { len: len as u8, bytes });
     }

@@ -185,18 +185,20 @@ pub struct Pair {
     pub to_rx: VecDeque<Command>,
     /// Added to the clock.
     pub skip_ms: u64,
+    /// The clock stands still, so that no deadline passes.
+    pub frozen: Option<Time>,
 }
 
 impl Pair {
     pub fn new((tx, rx): (Box<dyn Engine>, Box<dyn Engine>)) -> Self {
         let (to_tx, to_rx) = (VecDeque::new(), VecDeque::new());
-        Self { tx, rx, from_tx: vec![], from_rx: vec![], to_tx, to_rx, skip_ms: 0 }
+        Self { tx, rx, from_tx: vec![], from_rx: vec![], to_tx, to_rx, skip_ms: 0, frozen: None }
     }
     pub fn is_one_sided(&self) -> bool {
         self.tx.caps().path == DataPath::OneSided
     }
     pub fn now(&self) -> Time {
-        now().plus_ms(self.skip_ms)
+        self.frozen.unwrap_or_else(now).plus_ms(self.skip_ms)
     }
     pub fn tell_tx(&mut self, command: Command) {
         self.tx.command(self.now(), command);

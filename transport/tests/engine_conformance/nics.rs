@@ -14,11 +14,19 @@ pub struct Nics(pub Vec<ThreadNic>);
 
 impl Nics {
     pub fn new(count: usize) -> Self {
-        Self(
-            (0..count)
-                .map(|n| spawn_thread(Config::new(&format!("emulated{n}"))).unwrap())
-                .collect(),
-        )
+        Self::with(count, |_| {})
+    }
+    /// NICs that wait for each other as long as a test may take.
+    pub fn patient(count: usize) -> Self {
+        Self::with(count, |config| config.ack_timeout = 2 * super::PATIENCE)
+    }
+    fn with(count: usize, change: impl Fn(&mut Config)) -> Self {
+        let one = |n| {
+            let mut config = Config::new(&format!("emulated{n}"));
+            change(&mut config);
+            spawn_thread(config).unwrap()
+        };
+        Self((0..count).map(one).collect())
     }
     pub fn engine(&self, entries: u32) -> Box<dyn Engine> {
         self.engine_on(&(0..self.0.len()).collect::<Vec<_>>(), entries)

@@ -420,7 +420,6 @@ impl Device {
             (client, domain),
             sequence,
             (memory, places, ignore_overruns),
-            now,
         ));
         match free {
             Some(slot) => self.pairs[slot] = Some(pair),

@@ -147,9 +147,8 @@ impl Pair {
         (client, domain): (u32, u32),
         sequence: u32,
         (memory, places, ignore_overruns): (Words, Places, bool),
-        now: Instant,
     ) -> Self {
-        let mut pair = Self {
+        Self {
             number: whom.number,
             client,
             pid: whom.pid,
@@ -184,10 +183,7 @@ impl Pair {
             produced: 0,
             is_ring_lost: false,
             late: VecDeque::new(),
-        };
-        // Whoever rang before the NIC knew the queue pair is heard, too.
-        pair.kicked = Some(now);
-        pair
+        }
     }
     pub(super) fn connect(&mut self, peer: u32, peer_slot: usize, sequence: u32) {
         self.peer = peer;

@@ -101,7 +101,8 @@ impl Device {
             return false;
         };
         let value = pair.doorbell();
-        if value != pair.heard {
+        let is_new = value != pair.heard;
+        if is_new {
             pair.heard = value;
             self.stats.doorbells += 1;
             if entry::doorbell(value).queue_pair != pair.number {
@@ -132,16 +133,22 @@ impl Device {
             }
         }
         let Some(kicked) = pair.kicked else { return false };
-        // The record counts, not the doorbell: an older one is that of a poster who rings twice.
+        // The record counts. One that is behind the doorbell is that of a poster who rings twice: it
+        // is looked at until it has come. One that is ahead is a kick to come.
         let record = pair.record(true);
-        if entry::doorbell(pair.heard).next == record {
+        let behind = entry::doorbell(pair.heard).next.wrapping_sub(record) as i16;
+        if behind == 0 {
             pair.kicked = None;
-        } else if pair.heard != 0
-            && !pair.is_mismatch_counted
-            && now.saturating_duration_since(kicked) > MISMATCH_AFTER
-        {
+        } else if now.saturating_duration_since(kicked) > MISMATCH_AFTER {
+            self.stats.doorbell_mismatch += u64::from(!pair.is_mismatch_counted);
             pair.is_mismatch_counted = true;
-            self.stats.doorbell_mismatch += 1;
+            if behind < 0 {
+                pair.kicked = None;
+                return false;
+            }
+        }
+        if behind < 0 && !is_new {
+            return false;
         }
         self.show(slot, record, now)
     }

@@ -6,7 +6,7 @@
 //! stands in for it; a queue pair that saw an error is destroyed, never used again; if the NIC does not
 //! answer, the moment never comes.
 
-use kvlane_proto::{Error, ErrorKind, Refusal, Result, WorkerKey};
+use kvlane_proto::{Error, ErrorKind, Refusal, Result, Time, WorkerKey, limits};
 
 use crate::emulated::client::{Hca, Peer, QueuePair};
 use crate::mlx5::completion::What;
@@ -21,18 +21,23 @@ pub(super) struct Leaving {
     /// Index of the receive whose flush is the fence.
     marker: u16,
     flushed: bool,
+    /// When that has taken long enough to be said; then not again.
+    late_at: Option<Time>,
 }
 
 impl Leaving {
     /// Takes a queue pair to error.
-    pub(super) fn begin(hca: &mut Hca, mut pair: QueuePair) -> Result<Self, Refusal> {
+    pub(super) fn begin(now: Time, hca: &mut Hca, mut pair: QueuePair) -> Result<Self, Refusal> {
         let marked = hca.error(&pair).and_then(|()| {
             let posted = pair.receives.post(1);
             // A receive that comes after the first is flushed by the second.
             hca.error(&pair).map(|()| posted.wrapping_sub(1) as u16)
         });
         match marked {
-            Ok(marker) => Ok(Self { pair, marker, flushed: false }),
+            Ok(marker) => {
+                let late_at = Some(now.plus_ms(limits::FENCE_MS));
+                Ok(Self { pair, marker, flushed: false, late_at })
+            }
             Err(e) => {
                 // Its memory stays where the NIC may still use it.
                 let _ = hca.destroy(pair);
@@ -70,10 +75,23 @@ impl Leaving {
             Err(e) => Err(failed(hca, &e)),
         }
     }
-    /// Asks for an event; says whether there is something already.
-    pub(super) fn arm(&mut self) -> bool {
+    /// Once, if it takes long: it is waited for all the same.
+    pub(super) fn late(&mut self, now: Time, hca: &Hca) -> Option<Error> {
+        self.late_at.filter(|&at| now >= at)?;
+        self.late_at = None;
+        let why = "a NIC does not flush a queue pair: what it has taken may still land";
+        Some(
+            Error::new(ErrorKind::DeadlineExceeded, why)
+                .with("nic", &hca.about().name)
+                .with("queue_pair", format!("{:#x}", self.pair.number))
+                .with("limit_ms", limits::FENCE_MS)
+                .hint("its blocks are withheld until it does; see the NIC's log"),
+        )
+    }
+    /// Ready to sleep: asks for an event, and says when to look again in any case.
+    pub(super) fn park(&mut self) -> Option<Time> {
         self.pair.completions.arm();
-        self.pair.completions.is_ready()
+        if self.pair.completions.is_ready() || self.flushed { Some(Time(0)) } else { self.late_at }
     }
     /// Gives it to a NIC that is lost: its memory is kept.
     pub(super) fn lose(self, hca: &mut Hca) {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvlane_proto::{Error, ErrorKind, Refusal, Result};
 
 use super::keys::Keys;
-use super::wire::{Opened, REGIONS_MAX};
+use super::wire::Opened;
 use crate::emulated::client::{Domain, Hca, Key, Rights};
 use crate::memory::Region;
 
@@ -62,12 +62,6 @@ impl Access {
     }
     /// Makes a region known.
     pub(super) fn add(&mut self, hca: &mut Hca, region: &Arc<Region>) -> Result<()> {
-        if self.regions.len() >= REGIONS_MAX {
-            return Err(Error::new(ErrorKind::LimitExceeded, "too many regions")
-                .with("asked", region)
-                .with("limit", REGIONS_MAX)
-                .hint("make fewer and larger pools"));
-        }
         let key = hca
             .register(self.domain, region, self.rights)
             .map_err(|e| e.with("asked", region).with("nic", &hca.about().name))?;

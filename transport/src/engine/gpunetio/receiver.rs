@@ -26,6 +26,8 @@ const ENTRIES: u32 = 16;
 /// Immediates after which the sender is told how many were taken.
 const COUNT_EVERY: u64 = CREDIT as u64 / 2;
 
+const _: () = assert!((ENTRIES + RECEIVES) as usize <= COMPLETIONS_PER_TURN);
+
 /// What a lane works with while it has its turn.
 pub(super) struct Turn<'a> {
     pub(super) now: Time,
@@ -234,7 +236,7 @@ impl Inbound {
         if was_up {
             self.report(turn, why);
         }
-        match Leaving::begin(&mut turn.rails[about.rail].hca, pair) {
+        match Leaving::begin(turn.now, &mut turn.rails[about.rail].hca, pair) {
             Ok(leaving) => self.state = State::Leaving { leaving, about },
             Err(lost) => lose(turn, about, &lost),
         }
@@ -300,10 +302,10 @@ impl Inbound {
             true
         })
     }
-    /// Takes what has arrived; whether that is all there was.
+    /// Takes all that has arrived so far, which one turn does; no if that costs the queue pair.
     pub(super) fn dry(&mut self, turn: &mut Turn<'_>) -> bool {
         match self.take(turn) {
-            Ok(moved) => !moved,
+            Ok(_) => true,
             Err(why) => {
                 self.down(turn, &why, true);
                 false
@@ -319,7 +321,7 @@ impl Inbound {
                 pair.completions.arm();
                 pair.completions.is_ready().then_some(Time(0))
             }
-            State::Leaving { leaving, .. } => leaving.arm().then_some(Time(0)),
+            State::Leaving { leaving, .. } => leaving.park(),
         }
     }
 
@@ -386,6 +388,8 @@ impl Inbound {
     /// Waits until nothing can land; then the next queue pair may be made.
     fn leave(&mut self, turn: &mut Turn<'_>) -> bool {
         let State::Leaving { leaving, about } = &mut self.state else { return false };
+        let hca = &turn.rails[about.rail].hca;
+        turn.events.extend(leaving.late(turn.now, hca).map(EngineEvent::Trouble));
         let (link, lane) = (self.link, self.lane);
         let mut moved = false;
         // The sender may know of these as done.
@@ -472,10 +476,10 @@ impl Inbound {
         Ok(true)
     }
     /// The engine ends.
-    pub(super) fn end(self, rails: &mut [Rail]) -> Option<(usize, Leaving)> {
+    pub(super) fn end(self, now: Time, rails: &mut [Rail]) -> Option<(usize, Leaving)> {
         match self.state {
             State::Paired { pair, about, .. } | State::Up { pair, about } => {
-                let leaving = Leaving::begin(&mut rails[about.rail].hca, pair).ok()?;
+                let leaving = Leaving::begin(now, &mut rails[about.rail].hca, pair).ok()?;
                 Some((about.rail, leaving))
             }
             State::Leaving { leaving, about } => Some((about.rail, leaving)),

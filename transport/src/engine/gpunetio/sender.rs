@@ -239,7 +239,7 @@ impl Outbound {
         }
         self.report(turn, why);
         let held = self.let_go();
-        self.state = match Leaving::begin(&mut turn.rail.hca, pair) {
+        self.state = match Leaving::begin(turn.now, &mut turn.rail.hca, pair) {
             Ok(leaving) => State::Leaving { leaving, credit, held },
             Err(lost) => self.dead(turn, lost, credit, held),
         };
@@ -374,7 +374,7 @@ impl Outbound {
                     (waits && !full).then(|| now.plus_ms(CREDIT_LOOK_MS))
                 }
             }
-            State::Leaving { leaving, .. } => leaving.arm().then_some(Time(0)),
+            State::Leaving { leaving, .. } => leaving.park(),
             State::Dead { .. } => None,
         }
     }
@@ -427,6 +427,7 @@ impl Outbound {
     /// Waits until nothing can land; then the lane may have a new queue pair.
     fn leave(&mut self, turn: &mut Turn<'_>) -> bool {
         let State::Leaving { leaving, .. } = &mut self.state else { return false };
+        turn.events.extend(leaving.late(turn.now, &turn.rail.hca).map(EngineEvent::Trouble));
         if !leaving.is_flushed(|_| {}) {
             return false;
         }
@@ -573,10 +574,10 @@ impl Outbound {
         Ok(true)
     }
     /// The engine ends.
-    pub(super) fn end(self, rail: &mut Rail) -> Option<Leaving> {
+    pub(super) fn end(self, now: Time, rail: &mut Rail) -> Option<Leaving> {
         match self.state {
             State::Pairing { pair, .. } | State::Up { pair, .. } => {
-                Leaving::begin(&mut rail.hca, pair).ok()
+                Leaving::begin(now, &mut rail.hca, pair).ok()
             }
             State::Leaving { leaving, .. } => Some(leaving),
             State::Waiting { .. } | State::Dead { .. } => None,
