@@ -104,6 +104,8 @@ struct Link {
     grants: HashMap<GrantId, (SendGrant, BTreeMap<LaneId, u64>)>,
 }
 
+/// The connection that each lane had.
+type Bound = HashMap<(LinkId, LaneId), u64>;
 type Bytes = Vec<(u64, Vec<u8>)>;
 
 pub(crate) struct Toy {
@@ -111,7 +113,7 @@ pub(crate) struct Toy {
     proofs: TcpEngine,
     links: BTreeMap<LinkId, Link>,
     /// With the connection of each lane when it was opened.
-    open: HashMap<GrantId, (OpenGrant, HashMap<(LinkId, LaneId), u64>)>,
+    open: HashMap<GrantId, (OpenGrant, Bound)>,
     late: Vec<(Time, u64, Bytes)>,
     posts: u64,
     out: Vec<EngineEvent>,
