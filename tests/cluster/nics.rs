@@ -41,6 +41,7 @@ impl Nics {
 /// it says why.
 async fn room(router: &Router, prefill: &Worker, decode: &Worker) -> bool {
     let request = router.reserve(prefill, decode, TOKENS).await;
+
     let ended = router.run(prefill, decode, &request).await;
     let Ended { prefill: Some(sent), decode: Some(received), .. } = &ended else {
         panic!("a worker died: {ended:?}")

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvlane_proto::ErrorKind;
-use kvlane_transport::emulated::client::{Domain, Hca, Key, Peer, QueuePair, Rights};
+use kvlane_transport::emulated::client::{ANSWER, Domain, Hca, Key, Peer, QueuePair, Rights};
 use kvlane_transport::emulated::control::{Answer, Request, Status, VERSION};
 use kvlane_transport::emulated::faults::{Fault, Target, What};
 use kvlane_transport::emulated::serve::{End, ThreadNic, spawn_thread};
@@ -20,8 +20,9 @@ use kvlane_transport::mlx5::completion::{Completion, What as Said};
 use kvlane_transport::mlx5::{
     CompletionQueue, Data, Decoded, Operation, Places, Remote, Segment, Syndrome, entry,
 };
+use kvlane_transport::random::random;
 use kvlane_transport::sys::share::Words;
-use kvlane_transport::sys::unix::Socket;
+use kvlane_transport::sys::unix::{Listener, Name, Socket};
 use kvlane_transport::sys::wait::readable;
 
 /// Ten times what anything here takes.
@@ -1173,4 +1174,47 @@ fn what_a_client_had_is_gone_with_it() {
         .map(|_| stays.hca.register(stays.domain, &stays.pool, Rights::LocalRead).unwrap())
         .collect();
     assert!(!keys.contains(&key));
+}
+
+/// A NIC that says hello and then what it likes, or nothing.
+fn impostor(says: Option<Vec<u8>>) -> (Hca, std::thread::JoinHandle<Socket>) {
+    let name = Name::Abstract(format!("kvlane-impostor-{:x}", random()).into_bytes());
+    let listener = Listener::bind(name.clone()).unwrap();
+    let nic = std::thread::spawn(move || {
+        let socket = wait_for("a client", || listener.accept().ok());
+        let (mut bytes, mut fds) = ([0; 1024], Vec::new());
+        wait_for("hello", || socket.receive(&mut bytes, &mut fds).ok());
+        let page = Words::new(layout::NIC_WORDS, true).unwrap();
+        let hello = Answer::done([5, layout::NIC_WORDS as u64, 1, 0]);
+        socket.send(&hello.encode(0), &[page.fd()]).unwrap();
+        if let Some(says) = says {
+            wait_for("a request", || socket.receive(&mut bytes, &mut fds).ok());
+            socket.send(&says, &[]).unwrap();
+        }
+        socket
+    });
+    (Hca::open(&name).unwrap(), nic)
+}
+
+#[test]
+fn a_nic_that_does_not_answer_or_talks_nonsense_is_lost_for_good() {
+    let nonsense = [
+        None,
+        Some(vec![1, 2, 3]),
+        // Another request's answer, a status that is none.
+        Some(Answer::done([7; 4]).encode(77)),
+        Some([1u32.to_le_bytes(), 99u32.to_le_bytes()].concat().repeat(5)),
+    ];
+    for says in nonsense {
+        let (mut hca, nic) = impostor(says);
+        let start = Instant::now();
+        for _ in 0..3 {
+            let e = hca.domain().unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::NoPath);
+        }
+        assert!(hca.is_lost());
+        // Only the first call waits.
+        assert!(start.elapsed() < ANSWER * 2);
+        drop(nic.join());
+    }
 }

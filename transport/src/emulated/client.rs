@@ -62,8 +62,8 @@ pub struct Peer {
     pub sequence: u32,
 }
 
-/// A queue pair of this side. It is given back to [`Hca::destroy`]; dropping it without keeps its
-/// memory for ever.
+/// A queue pair of this side. It is given back to [`Hca::destroy`]; one that is dropped goes on at the
+/// NIC, which has its own mapping of the memory, until the [`Hca`] is closed.
 #[derive(Debug)]
 pub struct QueuePair {
     /// Its number, never used twice by one NIC.

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use kvlane_proto::{Error, ErrorKind, Result};
 
-use super::control::{Answer, REQUEST_BYTES_MAX, Request, Status};
-use super::device::{Config, Device, Turn, fits};
+use super::control::{Answer, REQUEST_BYTES_MAX, Request, Status, VERSION};
+use super::device::{Config, Device, Turn};
 use super::layout::{ASLEEP_AT, NIC_WORDS};
 use crate::random::random;
 use crate::sys::share::Words;
@@ -34,6 +34,10 @@ const NAP_MAX: Duration = Duration::from_millis(1);
 const REST: Duration = Duration::from_secs(1);
 /// How often sockets are looked at while there is work.
 const HEAR: Duration = Duration::from_micros(50);
+/// Connections taken in one turn.
+const ACCEPTS_PER_TURN: usize = 64;
+/// Pause after accept failed for want of descriptors or memory.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Messages taken from one client in one turn.
 const MESSAGES_PER_TURN: usize = 64;
 
@@ -85,6 +89,8 @@ pub struct Nic {
     page: Arc<Words>,
     guid: u64,
     connections: Vec<Connection>,
+    /// No connection is taken before: there were no descriptors left.
+    deaf_until: Instant,
     fds: Vec<OwnedFd>,
 }
 
@@ -109,6 +115,7 @@ impl Nic {
             page: Arc::new(page),
             guid: random() | 1,
             connections: Vec::new(),
+            deaf_until: Instant::now(),
             fds: Vec::new(),
         })
     }
@@ -178,7 +185,7 @@ impl Nic {
     fn wait(&mut self, polls: &mut PollSet, stop: &Stop, timeout: Duration, now: Instant) -> bool {
         polls.clear();
         polls.add(stop.0.1.fd(), true, false);
-        polls.add(self.listener.fd(), true, false);
+        polls.add(self.listener.fd(), now >= self.deaf_until, false);
         for connection in &self.connections {
             polls.add(connection.socket.fd(), true, false);
         }
@@ -194,22 +201,30 @@ impl Nic {
                 self.device.client_gone(client);
             }
         }
-        if polls.ready(1) {
-            busy = true;
-            while let Ok(socket) = self.listener.accept() {
-                let pid = socket.peer().map_or(0, |peer| peer.pid);
-                if self.connections.len() >= CLIENTS_MAX {
-                    let what = format!("an emulated NIC has at most {CLIENTS_MAX} clients");
-                    let answer =
-                        Answer::refused(Status::Limit, what, "close some, or start another");
-                    let _ = socket.send(&answer.encode(0), &[]);
-                    self.device.stats_mut().refusals += 1;
-                    continue;
+        busy | (polls.ready(1) && self.accept(now))
+    }
+    fn accept(&mut self, now: Instant) -> bool {
+        for n in 0..ACCEPTS_PER_TURN {
+            let socket = match self.listener.accept() {
+                Ok(socket) => socket,
+                Err(e) => {
+                    if e.kind() != io::ErrorKind::WouldBlock {
+                        self.deaf_until = now + ACCEPT_PAUSE;
+                    }
+                    return n > 0;
                 }
-                self.connections.push(Connection { socket, pid, client: None });
+            };
+            if self.connections.len() >= CLIENTS_MAX {
+                let what = format!("an emulated NIC has at most {CLIENTS_MAX} clients");
+                let answer = Answer::refused(Status::Limit, what, "close some, or start another");
+                let _ = socket.send(&answer.encode(0), &[]);
+                self.device.stats_mut().refusals += 1;
+                continue;
             }
+            let pid = socket.peer().map_or(0, |peer| peer.pid);
+            self.connections.push(Connection { socket, pid, client: None });
         }
-        busy
+        true
     }
 
     /// Takes a client's messages; whether it may stay.
@@ -229,7 +244,10 @@ impl Nic {
                     let message = bytes.get(..n).unwrap_or_default();
                     stays = self.answer(connection, message, std::mem::take(&mut fds), now);
                 }
-                Err(_) => stays = false,
+                Err(e) => {
+                    let what = format!("a message, or descriptors, that do not fit: {e}");
+                    stays = self.show_out(connection, 0, &what);
+                }
             }
             if !stays {
                 self.device.stats_mut().thrown_out += 1;
@@ -246,16 +264,9 @@ impl Nic {
         mut fds: Vec<OwnedFd>,
         now: Instant,
     ) -> bool {
-        // Who does not speak the language is not answered twice.
-        let (serial, request, stays) = match Request::decode(message) {
-            Ok((serial, request)) => (serial, request, true),
-            Err((serial, what)) => {
-                self.device.stats_mut().refusals += 1;
-                let hint = "see docs/emulated-nic.h";
-                let answer = Answer::refused(Status::Malformed, what, hint);
-                let _ = connection.socket.send(&answer.encode(serial), &[]);
-                return false;
-            }
+        let (serial, request) = match Request::decode(message) {
+            Ok(request) => request,
+            Err((serial, what)) => return self.show_out(connection, serial, &what),
         };
         let answer = match (connection.client, request) {
             (Some(_), Request::Kick) => {
@@ -263,29 +274,30 @@ impl Nic {
                 return true;
             }
             (Some(client), request) => self.device.request(client, request, fds, now),
-            (None, Request::Hello { version }) => match fits(version) {
-                Err(answer) => answer,
-                Ok(()) => {
-                    let events = fds.pop().map(Socket::given);
-                    let client = self.device.client_came(connection.pid, events);
-                    connection.client = Some(client);
-                    let mut answer = Answer::done([self.guid, NIC_WORDS as u64, client.into(), 0]);
-                    answer.text = self.device.name().into();
-                    return connection
-                        .socket
-                        .send(&answer.encode(serial), &[self.page.fd()])
-                        .is_ok();
-                }
-            },
-            (None, _) => {
-                let hint = "say hello first";
-                Answer::refused(Status::Malformed, "a request before the hello", hint)
+            (None, Request::Hello { version: VERSION }) => {
+                let events = fds.pop().map(Socket::given);
+                let client = self.device.client_came(connection.pid, events);
+                connection.client = Some(client);
+                let mut answer = Answer::done([self.guid, NIC_WORDS as u64, client.into(), 0]);
+                answer.text = self.device.name().into();
+                return connection.socket.send(&answer.encode(serial), &[self.page.fd()]).is_ok();
             }
+            (None, Request::Hello { version }) => {
+                let what = format!("control version {version} is not spoken here, only {VERSION}");
+                return self.show_out(connection, serial, &what);
+            }
+            (None, _) => return self.show_out(connection, serial, "a request before the hello"),
         };
         // Whoever does not read what he asked for is thrown out.
-        stays
-            && connection.client.is_some()
-                & connection.socket.send(&answer.encode(serial), &[]).is_ok()
+        connection.socket.send(&answer.encode(serial), &[]).is_ok()
+    }
+    /// Says what is wrong, once.
+    fn show_out(&mut self, connection: &Connection, serial: u32, what: &str) -> bool {
+        self.device.stats_mut().refusals += 1;
+        let hint = "use the NIC and the client of one build, or see docs/emulated-nic.h";
+        let answer = Answer::refused(Status::Malformed, what, hint);
+        let _ = connection.socket.send(&answer.encode(serial), &[]);
+        false
     }
 }
 

@@ -203,7 +203,8 @@ pub struct Import {
     bytes: u64,
     writable: bool,
     identity: Identity,
-    fd: OwnedFd,
+    /// `None` where nothing more is asked of it: a process has few descriptors.
+    fd: Option<OwnedFd>,
 }
 
 impl Import {
@@ -212,18 +213,18 @@ impl Import {
     /// # Errors
     /// What is wrong with the descriptor, or what mmap said.
     pub fn map(fd: OwnedFd, bytes: u64) -> io::Result<Self> {
-        Self::map_as(fd, bytes, false)
+        let identity = check(fd.as_fd(), bytes)?;
+        let address = mapped(fd.as_fd(), bytes, false)?;
+        Ok(Self { address, bytes, writable: false, identity, fd: Some(fd) })
     }
-    /// The same, to write as well: for a NIC, never for an engine.
+    /// The same for a NIC, never for an engine: to write as well, if asked. The descriptor is closed.
     ///
     /// # Errors
     /// As [`Import::map`]; [`io::ErrorKind::PermissionDenied`] if the descriptor is sealed against it.
-    pub fn map_writable(fd: OwnedFd, bytes: u64) -> io::Result<Self> {
-        Self::map_as(fd, bytes, true)
-    }
-    fn map_as(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<Self> {
+    pub fn map_for_nic(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<Self> {
         let identity = check(fd.as_fd(), bytes)?;
-        Ok(Self { address: mapped(fd.as_fd(), bytes, writable)?, bytes, writable, identity, fd })
+        let address = mapped(fd.as_fd(), bytes, writable)?;
+        Ok(Self { address, bytes, writable, identity, fd: None })
     }
     /// Length in bytes.
     pub fn bytes(&self) -> u64 {
@@ -245,9 +246,10 @@ impl Import {
     /// Makes present pages ready, so that the first copy does not pay for it. Holes stay holes.
     /// Only speed depends on it, so nothing is refused.
     pub fn make_ready(&self, go_on: impl Fn() -> bool) {
+        let Some(fd) = &self.fd else { return };
         let seek = |from: u64, whence| {
             // SAFETY: plain call on a descriptor we own.
-            let at = unsafe { libc::lseek(self.fd.as_raw_fd(), from as i64, whence) };
+            let at = unsafe { libc::lseek(fd.as_raw_fd(), from as i64, whence) };
             u64::try_from(at).ok().filter(|&at| at < self.bytes)
         };
         let mut from = 0;

@@ -292,7 +292,7 @@ impl Lanes {
         &mut self,
         link: LinkId,
         room: RoomId,
-        lanes: &mut Vec<LaneId>,
+        lanes: &mut [LaneId],
     ) -> BTreeSet<LaneId> {
         let Some(l) = self.links.get_mut(&link) else { return BTreeSet::new() };
         for id in lanes.iter_mut() {

@@ -13,7 +13,7 @@ use crate::grants::FenceHow;
 use crate::ids::{GrantId, IdempotencyKey, LaneId, LinkId, PartId, RoomId};
 use crate::limits;
 use crate::msg::call::Reply;
-use crate::msg::peer::{Offer, Outcome, PeerMsg};
+use crate::msg::peer::{DataPath, Offer, Outcome, PeerMsg};
 use crate::msg::service::Load;
 use crate::mutant::Mutant;
 use crate::plan::{Plan, Side};
@@ -163,6 +163,7 @@ impl<F> Decode<F> {
                 if let Some(room) = self.lanes.lane_down(link, lane) {
                     self.lost_lane(now, room, link, lane);
                 }
+                self.lost_withheld(link, lane);
             }
             Event::Fenced { grant, proof } => self.fenced(now, grant, proof),
             Event::FenceFailed { grant, why } => self.withhold(now, grant, &why),
@@ -296,6 +297,23 @@ impl<F> Decode<F> {
         // A word that was waited for does not matter any more.
         self.settle(now, room);
         self.rearm(room);
+    }
+
+    /// A lane that a withheld grant has does not work any more: its next connection is free.
+    fn lost_withheld(&mut self, link: LinkId, lane: LaneId) {
+        if self.lanes.link(link).is_none_or(|l| l.path != DataPath::OneSided) {
+            return;
+        }
+        let withheld = self.quarantine.values_mut().flat_map(|w| &mut w.lanes);
+        let mut of_link = withheld.filter(|(id, _)| *id == link);
+        let had = of_link.any(|(_, lanes)| {
+            let before = lanes.len();
+            lanes.retain(|l| *l != lane);
+            lanes.len() < before
+        });
+        if had {
+            self.lanes.give_back(link, vec![lane], false);
+        }
     }
 
     fn return_lanes(&mut self, room: RoomId) {
@@ -578,8 +596,14 @@ impl<F> Decode<F> {
             .with("cause", why)
             .hint("restart the decode worker to get the blocks back")
             .to_refusal();
-        // Lanes of a withheld grant may still bring writes; they stay out of the pool.
+        // Lanes of a withheld grant may still bring writes; they stay out of the pool. A write comes
+        // over the connection that it was posted on, so the next one of a lane brings none.
+        let lost = r.sources.iter_mut().filter(|s| s.path == Some(DataPath::OneSided));
+        let lost: Vec<LinkLanes> = lost.filter_map(Source::take_lost).collect();
         self.quarantine.insert(grant, Withheld { blocks, lanes: r.take_lanes() });
+        for (link, lanes) in lost {
+            self.lanes.give_back(link, lanes, false);
+        }
         self.over(now, room, Outcome::Failed { why: refusal, bytes }, None, true);
     }
 

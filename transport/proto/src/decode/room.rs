@@ -225,6 +225,12 @@ impl Source {
         let lanes = self.lanes.iter().filter(|lane| !writes || !self.lost.contains(lane));
         lanes.copied().collect()
     }
+    /// Takes the lanes whose connections were lost since the grant.
+    pub(super) fn take_lost(&mut self) -> Option<LinkLanes> {
+        let lost = &self.lost;
+        let lanes = self.lanes.extract_if(.., |lane| lost.contains(lane)).collect();
+        Some((self.link?, lanes))
+    }
     /// Closing the grant is enough: this side holds the pen, or nothing can land.
     pub(super) fn is_closed_by_closing(&self) -> bool {
         self.path == Some(DataPath::ReceiverCopies) || (self.quiesced == Some(true) && !self.dirty)

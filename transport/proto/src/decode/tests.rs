@@ -873,3 +873,31 @@ fn a_repeated_offer_does_not_name_the_next_connection_of_a_lane() {
         assert!(offered(&outputs(&mut m)).is_empty());
     }
 }
+
+/// A fence that never completes keeps blocks, and the connections that writes may still come over:
+/// not the lanes.
+#[test]
+fn a_lane_comes_back_from_quarantine_with_its_next_connection() {
+    for path in [DataPath::OneSided, DataPath::ReceiverCopies] {
+        let mut m = worker_with(path, 2, 2, 2);
+        let grant = grant_of(&lend_block(&mut m, ROOM.0));
+        lane_down(&mut m, 0);
+        m.handle_event(at(1), Event::AbortLocal { room: ROOM, why: "test".into() });
+        m.handle_timeout(at(2 + limits::QUIESCE_MS));
+        let why = Refusal::new(ErrorKind::Io, "the NIC is lost");
+        m.handle_event(at(99), Event::FenceFailed { grant, why });
+        outputs(&mut m);
+        assert_eq!(m.load().free_lanes, 0);
+        lane_up(&mut m, 0);
+        let once = u32::from(path == DataPath::OneSided);
+        assert_eq!(m.load().free_lanes, once, "{path:?}");
+        // The other one is lost only now.
+        lane_down(&mut m, 1);
+        assert_eq!(m.load().free_lanes, once);
+        lane_up(&mut m, 1);
+        assert_eq!((m.load().free_lanes, m.load().quarantined_blocks), (2 * once, 1), "{path:?}");
+        m.handle_event(at(100), Event::Fenced { grant, proof: grant });
+        assert_eq!((m.load().free_lanes, m.load().quarantined_blocks), (2, 0), "each once");
+        assert_eq!(m.lanes.free(), 2);
+    }
+}

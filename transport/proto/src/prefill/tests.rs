@@ -754,7 +754,8 @@ fn parts_in_doubt_go_over_the_other_rail_and_the_end_is_not_called_clean() {
     let again = posted(&outputs(&mut m));
     let mut wanted: Vec<_> = on(LANE).skip(1).map(|part| (part, LaneId(1))).collect();
     let mut found = again.clone();
-    (wanted.sort_unstable(), found.sort_unstable());
+    wanted.sort_unstable();
+    found.sort_unstable();
     assert_eq!(found, wanted, "over the other rail, and not the next connection of the lane");
     // An acknowledgement of the dead connection that was late: the part is there, but what was
     // posted again is waited for.

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use self::keys::{Keys, Registered};
 use self::pair::{Pair, State};
 use self::requester::Flow;
-use super::control::{Answer, Request, Status, TEXT_BYTES_MAX, VERSION};
+use super::control::{Answer, Request, Status, TEXT_BYTES_MAX};
 use super::faults::{Fault, Faults, What, Whom, delay};
 use super::layout;
 use super::stats::{FaultStats, Stats};
@@ -49,6 +49,8 @@ pub(super) const CLIENT_DOMAINS_MAX: usize = 4096;
 pub(super) const CLIENT_KEYS_MAX: usize = 4096;
 /// A packet sequence number, and a queue pair's number.
 const MASK_24: u32 = 0xff_ffff;
+/// Work of one turn, beyond which the sockets are looked at first.
+const TURN: Duration = Duration::from_millis(5);
 /// Faults that are gone and still reported.
 const PAST_FAULTS_MAX: usize = 64;
 
@@ -124,6 +126,8 @@ pub(crate) struct Device {
     keys: Keys,
     pairs: Vec<Option<Box<Pair>>>,
     next_number: u32,
+    /// Where the next turn begins.
+    next_slot: usize,
     /// Packets on the wire, by their sender, which may be gone.
     flows: BTreeMap<u32, Flow>,
     /// Bytes of these and of those that are to land.
@@ -160,6 +164,7 @@ impl Device {
             pairs: Vec::new(),
             // Two NICs hardly ever give the same number, so that mixing them up is noticed.
             next_number: 0x100 + random() as u32 % 0x40_0000,
+            next_slot: 0,
             flows: BTreeMap::new(),
             wire_bytes: 0,
             killed: false,
@@ -354,9 +359,7 @@ impl Device {
         let Some(fd) = fd else {
             return refused("memory without a descriptor".into(), "send the descriptor of a memfd");
         };
-        let mapped =
-            if remote_write { Import::map_writable(fd, bytes) } else { Import::map(fd, bytes) };
-        let memory = match mapped {
+        let memory = match Import::map_for_nic(fd, bytes, remote_write) {
             Ok(memory) => memory,
             Err(e) => {
                 return refused(
@@ -517,10 +520,16 @@ impl Device {
     /// One turn: everything that is due, a bounded number of entries of each queue pair.
     pub(crate) fn poll(&mut self, now: Instant) -> Turn {
         let mut busy = self.poll_wire(now);
-        for slot in 0..self.pairs.len() {
-            busy |= self.poll_pair(slot, now);
+        let first = self.next_slot;
+        for slot in (first..self.pairs.len()).chain(0..first.min(self.pairs.len())) {
+            let was_busy = self.poll_pair(slot, now);
+            busy |= was_busy;
             if self.killed {
                 return Turn::Killed;
+            }
+            if was_busy && now.elapsed() > TURN {
+                self.next_slot = slot + 1;
+                break;
             }
         }
         if busy { Turn::Busy } else { Turn::Idle }
@@ -604,13 +613,4 @@ impl Device {
             Stored::Overrun { first: false } => self.stats.overruns += 1,
         }
     }
-}
-
-/// Whether this speaks to that.
-pub(crate) fn fits(version: u64) -> Result<(), Answer> {
-    if version == VERSION {
-        return Ok(());
-    }
-    let what = format!("control version {version} is not spoken here, only {VERSION}");
-    Err(Answer::refused(Status::Malformed, what, "use the NIC and the client of one build"))
 }
