@@ -255,3 +255,80 @@ impl<F: Fn(bool)> Drop for Alive<F> {
         (self.0)(false);
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc::{Receiver, sync_channel};
+
+    use kvlane_proto::{DataPath, Time};
+    use kvlane_transport::engine::Interest;
+    use kvlane_transport::engine::driver::QUEUE_COMMANDS;
+    use kvlane_transport::memory::Region;
+
+    use super::*;
+
+    /// Takes its first command when it is told to.
+    struct Slow(Option<Receiver<()>>, Arc<Mutex<Vec<u8>>>);
+
+    impl Engine for Slow {
+        fn caps(&self) -> Caps {
+            Caps { name: "slow", path: DataPath::OneSided, emulated: true, rails: 1 }
+        }
+        fn register(&mut self, _: &Arc<Region>) -> Result<()> {
+            Ok(())
+        }
+        fn unregister(&mut self, _: &Arc<Region>) -> Result<()> {
+            Ok(())
+        }
+        fn command(&mut self, _: Time, command: Command) {
+            if let Some(go) = self.0.take() {
+                let _ = go.recv();
+            }
+            if let Command::Told { link: LinkId(1), message } = command {
+                self.1.lock().unwrap_or_else(PoisonError::into_inner).extend(message);
+            }
+        }
+        fn poll(&mut self, _: Time, _: &mut Vec<EngineEvent>) -> bool {
+            false
+        }
+        fn park(&mut self, _: &mut Vec<Interest>) -> Option<Time> {
+            None
+        }
+    }
+
+    #[test]
+    fn a_flood_of_one_links_words_is_bounded_and_costs_no_other_link() {
+        let (go, wait) = sync_channel(1);
+        let heard: Arc<Mutex<Vec<u8>>> = Arc::default();
+        let engine = Box::new(Slow(Some(wait), heard.clone()));
+        let commands = Commands::new(spawn(engine, Box::new(|_| {})).unwrap());
+        let mut said = 0u64;
+        let refused = loop {
+            match commands.tell(LinkId(1), vec![said as u8]) {
+                Ok(()) => said += 1,
+                Err(e) => break e,
+            }
+        };
+        assert_eq!(refused.kind(), ErrorKind::LimitExceeded, "{refused}");
+        let most = (QUEUE_COMMANDS + limits::ENGINE_MESSAGES_WAITING_MAX + 300) as u64;
+        assert!(said > QUEUE_COMMANDS as u64 && said < most, "{said}");
+        for _ in 0..limits::ENGINE_MESSAGES_WAITING_MAX {
+            commands.tell(LinkId(2), Vec::new()).unwrap();
+        }
+        commands.send(Command::Close { link: LinkId(1) });
+        go.send(()).unwrap();
+        while commands.flush() {
+            std::thread::yield_now();
+        }
+        assert!(commands.waiting.borrow().told.is_empty());
+        // All of them, in order.
+        let all: Vec<u8> = (0..said).map(|n| n as u8).collect();
+        while heard.lock().unwrap().len() < all.len() {
+            std::thread::yield_now();
+        }
+        assert_eq!(*heard.lock().unwrap(), all);
+        commands.tell(LinkId(1), vec![7]).unwrap();
+        commands.stop();
+    }
+}

@@ -243,7 +243,7 @@ fn mutated_words_of_gpunetio_engines_are_refused_or_sound() {
         })
     };
     for (n, bytes) in golden.iter().enumerate() {
-        assert_eq!(reencode(bytes)[usize::from(n == 6)], true, "{n}");
+        assert!(reencode(bytes)[usize::from(n == 6)], "{n}");
     }
     let mut random = Random(0x6770_756e);
     let (mut refused, mut sound) = (0, [0, 0]);

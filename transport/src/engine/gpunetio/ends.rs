@@ -202,37 +202,33 @@ impl GpunetioEngine {
         let before = self.quiescing.len();
         let Self { hands, links, quiescing, .. } = self;
         quiescing.retain(|q| {
-            let done = || EngineEvent::Quiesced(Quiesced::new(q.link, q.grant));
+            let done = EngineEvent::Quiesced(Quiesced::new(q.link, q.grant));
             let Some(link) = links.get_mut(&q.link) else {
-                events.push(done());
+                events.push(done);
                 return false;
             };
-            let Side::Sender { lanes, .. } = &link.side else {
-                events.push(done());
-                return false;
-            };
-            let late = now >= q.deadline;
-            let holding: Vec<usize> =
-                (0..lanes.len()).filter(|&n| lanes[n].holds(q.grant)).collect();
-            let never = holding.iter().any(|&n| lanes[n].holds_for_ever());
-            if never {
-                let why = "a grant cannot be quiesced: a NIC was lost that may still read its pages";
-                events.push(EngineEvent::Trouble(
-                    Error::new(ErrorKind::Quarantined, why)
-                        .with("grant", q.grant)
-                        .with("peer", &link.peer)
-                        .hint("its source blocks stay withheld until the worker is started again"),
-                ));
-                return false;
-            }
-            if holding.is_empty() {
-                if let Side::Sender { grants, .. } = &mut link.side {
+            let (mut holding, mut never) = (Vec::new(), false);
+            if let Side::Sender { lanes, grants, .. } = &mut link.side {
+                holding.extend((0..lanes.len()).filter(|&n| lanes[n].holds(q.grant)));
+                never = holding.iter().any(|&n| lanes[n].holds_for_ever());
+                if holding.is_empty() {
                     grants.remove(&q.grant);
                 }
-                events.push(done());
+            }
+            if holding.is_empty() {
+                events.push(done);
                 return false;
             }
-            if late {
+            if never {
+                let why = "a grant cannot be quiesced: a NIC was lost that may still read its pages";
+                let why = Error::new(ErrorKind::Quarantined, why)
+                    .with("grant", q.grant)
+                    .with("peer", &link.peer)
+                    .hint("its source blocks stay withheld until the worker is started again");
+                events.push(EngineEvent::Trouble(why));
+                return false;
+            }
+            if now >= q.deadline {
                 let why = Error::new(
                     ErrorKind::DeadlineExceeded,
                     "what was posted for a grant did not complete in time; its queue pair was destroyed",

@@ -209,14 +209,16 @@ mod tests {
     const ENTRIES: u32 = 8;
     const GIB: u64 = 1 << 30;
 
+    /// Source, destination, bytes and both keys of an entry, and its immediate.
+    type Posted = (u64, u64, u32, [u32; 2], Option<u32>);
+
     struct Bed {
         memory: Arc<Words>,
         sends: SendQueue,
         keys: [Keys; 2],
         rest: Rest,
         seen: u64,
-        /// Source, destination, bytes and both keys of each entry, and its immediate.
-        posted: Vec<(u64, u64, u32, [u32; 2], Option<u32>)>,
+        posted: Vec<Posted>,
         signalled: u32,
     }
 
