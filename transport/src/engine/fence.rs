@@ -55,8 +55,10 @@ impl FenceProof {
 /// Proof that the source of a grant may change: nothing more of it is read, and nothing is posted
 /// any more.
 ///
-/// On one-sided paths it says more: nothing that was posted can land. Where the receiver copies,
-/// whole parts may still stand in a socket; the receiver's closed grant stops those.
+/// On one-sided paths it says more: nothing that was posted can land, unless a lane of the grant was
+/// lost ([`super::EngineEvent::LaneDown`] comes first): of writes on a lost lane only the receiver can
+/// make sure. Where the receiver copies, whole parts may still stand in a socket; the receiver's closed
+/// grant stops those.
 #[derive(Debug)]
 #[must_use = "source blocks stay pinned until their proof is used"]
 pub struct Quiesced {

@@ -8,7 +8,7 @@
 //! In: [`Command`]s from the worker's actor. Out: [`EngineEvent`]s. Invariants: no byte lands
 //! outside an open grant; a [`FenceProof`] exists only once nothing can land under its grant any
 //! more; a [`Quiesced`] only once the source may change and, on one-sided paths, nothing that this
-//! side posted can land. (Where the receiver copies, whole parts may still stand in a socket; the
+//! side posted on lanes that it has not reported lost can land. (Where the receiver copies, whole parts may still stand in a socket; the
 //! receiver's closed grant stops those.)
 
 pub mod auto;
@@ -258,7 +258,7 @@ pub enum EngineEvent {
         why: Refusal,
     },
     /// Sender: the grant's source may change; on one-sided paths, nothing that was posted for it
-    /// can land either.
+    /// can land either, but on lanes that were reported lost before.
     Quiesced(Quiesced),
     /// Something that concerns no room: logged and counted.
     Trouble(Error),
