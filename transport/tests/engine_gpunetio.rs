@@ -782,6 +782,12 @@ fn a_lying_sender_costs_itself_its_lane() {
             _ => immediate(grant, PartId(0)),
         };
         s.write(&mut pair, to, Some(number));
+        if !opened {
+            // It waits for its grant; another one comes.
+            assert_eq!(s.completion(&mut pair), Done::Sent);
+            let other = (100..).find(|&other| check(GrantId(other)) != check(grant)).unwrap();
+            open(&mut s, other, 0);
+        }
         s.until("end", |s| (downs(&s.said) == [0]).then_some(()));
         let why = whys(&s.said).remove(0);
         assert!(

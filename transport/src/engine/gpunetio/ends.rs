@@ -6,8 +6,9 @@
 use kvlane_proto::{Device, Error, ErrorKind, GrantId, LaneId, LinkId, Result, Time, limits};
 
 use super::GpunetioEngine;
-use super::grants::Fence;
+use super::grants::{Begin, Fence};
 use super::link::{Lent, Link, Side};
+use super::receiver::Binding;
 use super::sender::{Outbound, Task};
 use crate::engine::refusals::{no_lane, no_link};
 use crate::engine::{EngineEvent, FenceHow, FenceProof, OpenGrant, Post, Quiesced, SendGrant};
@@ -36,16 +37,23 @@ impl GpunetioEngine {
         let number = grant.grant;
         let Self { grants, links, outbox, .. } = self;
         grants.open(grant, |link, lane, parts| {
-            let Some(Link { side: Side::Receiver { lanes }, over: false, .. }) =
-                links.get_mut(&link)
-            else {
-                return None;
+            // Also where the link is over: what came through it may be on its way out.
+            let Some(Link { side: Side::Receiver { lanes }, .. }) = links.get_mut(&link) else {
+                return Binding::default();
             };
-            let lane = lanes.get_mut(usize::from(lane.0))?;
-            lane.bind(number, parts).unwrap_or_else(|e| {
-                outbox.push(EngineEvent::Trouble(e));
-                None
-            })
+            let Some(inbound) = lanes.get_mut(usize::from(lane.0)) else {
+                return Binding::default();
+            };
+            let mut binding = inbound.bind(number, parts);
+            let arrived = std::mem::take(&mut binding.arrived).into_iter();
+            outbox.extend(arrived.map(|part| EngineEvent::Arrived {
+                link,
+                grant: number,
+                part,
+                lane,
+            }));
+            outbox.extend(binding.trouble.take().map(EngineEvent::Trouble));
+            binding
         })
     }
 
@@ -55,8 +63,10 @@ impl GpunetioEngine {
             self.outbox.push(EngineEvent::Fenced(FenceProof::new(grant, how)));
             return;
         }
-        if self.grants.fence(grant, how) {
-            self.outbox.push(EngineEvent::Fenced(FenceProof::new(grant, how)));
+        match self.grants.fence(grant, how) {
+            Begin::Done => self.outbox.push(EngineEvent::Fenced(FenceProof::new(grant, how))),
+            Begin::Waits => {}
+            Begin::Never(why) => self.outbox.push(EngineEvent::FenceFailed { grant, why }),
         }
     }
 

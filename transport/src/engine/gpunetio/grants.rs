@@ -1,10 +1,11 @@
 //! The grants that are open at a receiver, the queue pairs they may come through, and their fences.
 //!
 //! In: grants, queue pairs that end. Out: which queue pairs a fence has to see out. Invariants: a
-//! grant is bound to the queue pairs of the moment it was opened, and to no others; it is proved
-//! fenced only when each of them is out, or, where the sender has said that it posts no more, drained;
-//! one that went with its NIC is never proved; a grant that was fenced is not opened afterwards, as
-//! long as it is among the last [`limits::TOMBSTONES_MAX`] that were.
+//! grant is bound to the queue pairs of the moment it was opened, and to no others; a revoke is proved
+//! only when each of them is out, and never if one went with its NIC; a close, before which the
+//! sender has said that nothing of it is under way, when those that are there are drained; a grant that
+//! could not be opened is never proved, since its offer has left; one that was fenced is not opened
+//! afterwards, as long as it is among the last [`limits::TOMBSTONES_MAX`] that were.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use kvlane_proto::{
     Error, ErrorKind, GrantId, LaneId, LinkId, PartId, Plan, Refusal, Result, limits,
 };
 
-use super::receiver::Ended;
+use super::receiver::{Binding, Ended};
 use crate::engine::{FenceHow, OpenGrant};
 use crate::memory::Region;
 
@@ -50,9 +51,19 @@ pub(super) enum Fence {
     Fails(Vec<FenceHow>, Refusal),
 }
 
+/// What a fence begins with.
+pub(super) enum Begin {
+    /// There is nothing to wait for.
+    Done,
+    Waits,
+    /// The grant was refused when it was opened.
+    Never(Refusal),
+}
+
 /// The grants of one engine.
 pub(super) struct Grants {
     open: HashMap<GrantId, Open>,
+    refused: Memory<GrantId, Refusal>,
     fenced: Memory<GrantId, ()>,
     fencing: Vec<GrantId>,
 }
@@ -61,6 +72,7 @@ impl Default for Grants {
     fn default() -> Self {
         Self {
             open: HashMap::new(),
+            refused: Memory::new(limits::TOMBSTONES_MAX),
             fenced: Memory::new(limits::TOMBSTONES_MAX),
             fencing: Vec::new(),
         }
@@ -68,11 +80,11 @@ impl Default for Grants {
 }
 
 impl Grants {
-    /// Opens a grant; `bind` gives the queue pair of a lane, if that is up.
+    /// Opens a grant; `bind` says what may come through a lane.
     pub(super) fn open(
         &mut self,
         grant: OpenGrant,
-        mut bind: impl FnMut(LinkId, LaneId, u32) -> Option<u64>,
+        mut bind: impl FnMut(LinkId, LaneId, u32) -> Binding,
     ) -> Result<()> {
         let number = grant.grant;
         if self.fenced.get(&number).is_some() {
@@ -85,32 +97,39 @@ impl Grants {
             );
         }
         if self.open.len() >= limits::ROOMS_MAX {
-            return Err(Error::new(ErrorKind::Busy, "too many open grants")
+            let e = Error::new(ErrorKind::Busy, "too many open grants")
                 .with("grant", number)
-                .with("limit", limits::ROOMS_MAX));
+                .with("limit", limits::ROOMS_MAX)
+                .hint("restart the worker if they are withheld ones");
+            self.refused.insert(number, e.to_refusal());
+            return Err(e);
         }
         let mut open = Open { plans: Vec::new(), ties: Vec::new(), fences: Vec::new() };
         for source in grant.sources {
             let (link, parts) = (source.link, source.plan.grid().parts());
-            let tie = |lane| {
-                let serial = bind(link, lane, parts)?;
-                Some(Tie { link, lane, serial, out: None })
-            };
-            open.ties.extend(source.lanes.into_iter().filter_map(tie));
+            for lane in source.lanes {
+                let Binding { serial, lost, .. } = bind(link, lane, parts);
+                let live = serial.map(|serial| Tie { link, lane, serial, out: None });
+                // Queue pairs are numbered from 1 on.
+                let lost = lost.map(|why| Tie { link, lane, serial: 0, out: Some(Err(why)) });
+                open.ties.extend(live.into_iter().chain(lost));
+            }
             open.plans.push(source.plan);
         }
         self.open.insert(number, open);
         Ok(())
     }
-    /// Wants a proof; whether there is nothing to wait for.
-    pub(super) fn fence(&mut self, grant: GrantId, how: FenceHow) -> bool {
+    /// Wants a proof.
+    pub(super) fn fence(&mut self, grant: GrantId, how: FenceHow) -> Begin {
         self.fenced.insert(grant, ());
-        let Some(open) = self.open.get_mut(&grant) else { return true };
+        let Some(open) = self.open.get_mut(&grant) else {
+            return self.refused.get(&grant).map_or(Begin::Done, |why| Begin::Never(why.clone()));
+        };
         open.fences.push(how);
         if !self.fencing.contains(&grant) {
             self.fencing.push(grant);
         }
-        false
+        Begin::Waits
     }
     /// Grants with a fence that waits.
     pub(super) fn fencing(&self) -> &[GrantId] {
@@ -133,9 +152,10 @@ impl Grants {
     }
     /// Ends a fence, if it can: all queue pairs are out, or those that are not are `drained`.
     pub(super) fn settle(&mut self, grant: GrantId, drained: bool) -> Fence {
+        let revoked = self.is_revoked(grant);
         let Some(open) = self.open.get_mut(&grant) else { return Fence::Waits };
         let lost = open.ties.iter().find_map(|tie| tie.out.as_ref()?.as_ref().err());
-        if let Some(why) = lost {
+        if let Some(why) = lost.filter(|_| revoked) {
             let why = why.clone();
             let hows = std::mem::take(&mut open.fences);
             self.fencing.retain(|g| *g != grant);

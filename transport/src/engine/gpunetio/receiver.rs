@@ -5,9 +5,15 @@
 //! grants that were bound to it. Invariants: bytes that came through a queue pair cannot land once its
 //! end was told, other than as lost; an immediate that no bound grant accounts for costs the queue
 //! pair, nothing else; the sender is given credit only for receives that are posted.
+//!
+//! An offer leaves when [`crate::engine::Command::Open`] is queued, so the sender may write before this
+//! side has taken it. So a grant is bound to whatever queue pair the lane has, also one that is on its
+//! way out or was lost with its NIC: the sender's connection cannot be a newer one, because what
+//! makes a newer one leaves here after the offer; and if it is an older one, that is flushed. And
+//! immediates wait for the grant that they are of, as long as the lane has none.
 
 use kvlane_proto::{
-    Error, ErrorKind, GrantId, LaneId, LinkId, Refusal, Result, Time, WorkerKey, limits,
+    Error, ErrorKind, GrantId, LaneId, LinkId, PartId, Refusal, Result, Time, WorkerKey, limits,
 };
 
 use super::pair::{COMPLETIONS_PER_TURN, Leaving, Scene};
@@ -23,6 +29,8 @@ use crate::mlx5::{Completion, Data, Decoded, Operation, Remote};
 
 /// Entries of the receiver's own ring: its counts, of which one is under way at a time.
 const ENTRIES: u32 = 16;
+/// How often a sender may have a queue pair made for a lane: honest ones wait longer before they ask.
+const ANSWER_MS: u64 = 5;
 /// Immediates after which the sender is told how many were taken.
 const COUNT_EVERY: u64 = CREDIT as u64 / 2;
 
@@ -73,8 +81,11 @@ struct About {
     end: Peer,
     credit: Remote,
     bound: Vec<Bound>,
-    /// Immediates taken, and how many the sender was told of.
+    /// Immediates that came before their grant: not taken yet, so no more than the credit.
+    early: Vec<u32>,
+    /// Immediates taken, how many receives were posted for them, how many the sender was told of.
     taken: u64,
+    posted: u64,
     told: u64,
     /// A count is under way.
     telling: bool,
@@ -85,10 +96,35 @@ impl About {
         Scene { nic, number: self.number, end: self.end, peer }
     }
     /// The grant that an immediate is of.
-    fn account(&self, number: u32) -> Option<(GrantId, kvlane_proto::PartId)> {
+    fn account(&self, number: u32) -> Option<(GrantId, PartId)> {
         let (bits, part) = decode(number);
         let fits = |b: &&Bound| check(b.grant) == bits && part.0 < b.parts;
         self.bound.iter().find(fits).map(|b| (b.grant, part))
+    }
+    /// Takes an immediate, or keeps it for a grant to come; an error if no grant can have it.
+    fn take(&mut self, number: u32) -> Result<Option<(GrantId, PartId)>, u32> {
+        if let Some(part) = self.account(number) {
+            self.taken += 1;
+            return Ok(Some(part));
+        }
+        if !self.bound.is_empty() || self.early.len() >= CREDIT as usize {
+            return Err(number);
+        }
+        self.early.push(number);
+        Ok(None)
+    }
+    /// Takes the immediates that came before their grant.
+    fn take_early(&mut self) -> Vec<(GrantId, PartId)> {
+        let early = std::mem::take(&mut self.early);
+        let mut parts = Vec::with_capacity(early.len());
+        for number in early {
+            match self.account(number) {
+                Some(part) => parts.push(part),
+                None => self.early.push(number),
+            }
+        }
+        self.taken += parts.len() as u64;
+        parts
     }
 }
 
@@ -112,11 +148,29 @@ pub(super) struct Inbound {
     epoch: u64,
     /// To be answered when the one before is out.
     invited: Option<Invitation>,
+    /// Not before this.
+    answer_from: Time,
+    /// A queue pair was lost with its NIC: nothing that comes through it is ever proved over.
+    lost: Option<Refusal>,
+}
+
+/// What a grant has to do with a lane.
+#[derive(Default)]
+pub(super) struct Binding {
+    /// The queue pair that it may come through.
+    pub(super) serial: Option<u64>,
+    /// It may also come through one that was lost.
+    pub(super) lost: Option<Refusal>,
+    /// Parts that came before it.
+    pub(super) arrived: Vec<PartId>,
+    /// What is wrong with it.
+    pub(super) trouble: Option<Error>,
 }
 
 impl Inbound {
     pub(super) fn new(link: LinkId, lane: LaneId) -> Self {
-        Self { link, lane, state: State::Empty, epoch: 0, invited: None }
+        let (epoch, invited, answer_from, lost) = (0, None, Time(0), None);
+        Self { link, lane, state: State::Empty, epoch, invited, answer_from, lost }
     }
     fn about(&self) -> Option<&About> {
         match &self.state {
@@ -141,7 +195,7 @@ impl Inbound {
     /// Whether it is worth a look in every turn.
     pub(super) fn is_busy(&self) -> bool {
         match &self.state {
-            State::Empty => false,
+            State::Empty => self.invited.is_some(),
             State::Paired { .. } | State::Leaving { .. } => true,
             State::Up { about, .. } => !about.bound.is_empty() || about.telling,
         }
@@ -150,26 +204,39 @@ impl Inbound {
     pub(super) fn rail(&self) -> Option<usize> {
         self.about().map(|about| about.rail)
     }
-    /// Lets a grant come through the queue pair of this moment, if the lane is up: its number.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Internal`] if the parts of two grants could not be told apart.
-    pub(super) fn bind(&mut self, grant: GrantId, parts: u32) -> Result<Option<u64>> {
-        let State::Up { about, .. } = &mut self.state else { return Ok(None) };
-        if let Some(other) = about.bound.iter().find(|b| check(b.grant) == check(grant)) {
+    /// Lets a grant come through the queue pair of this moment, whatever state that is in.
+    pub(super) fn bind(&mut self, grant: GrantId, parts: u32) -> Binding {
+        let mut binding = Binding { lost: self.lost.clone(), ..Binding::default() };
+        let about = match &mut self.state {
+            State::Empty => return binding,
+            State::Paired { about, .. }
+            | State::Up { about, .. }
+            | State::Leaving { about, .. } => about,
+        };
+        binding.serial = Some(about.serial);
+        let other = about.bound.iter().find(|b| check(b.grant) == check(grant)).map(|b| b.grant);
+        about.bound.push(Bound { grant, parts });
+        if let Some(other) = other {
+            // Its parts count as the other's: it can be fenced, and never be complete.
             let why = "two grants on one lane cannot be told apart";
-            return Err(Error::new(ErrorKind::Internal, why)
+            let e = Error::new(ErrorKind::Internal, why)
                 .with("lane", self.lane.0)
                 .with("grant", grant)
-                .with("other", other.grant));
+                .with("other", other);
+            binding.trouble = Some(e);
         }
-        about.bound.push(Bound { grant, parts });
-        Ok(Some(about.serial))
+        let early = about.take_early().into_iter();
+        binding.arrived.extend(early.filter(|(of, _)| *of == grant).map(|(_, part)| part));
+        binding
     }
     /// The grant has ended.
     pub(super) fn unbind(&mut self, serial: u64, grant: GrantId) {
         match &mut self.state {
-            State::Up { about, .. } | State::Leaving { about, .. } if about.serial == serial => {
+            State::Paired { about, .. }
+            | State::Up { about, .. }
+            | State::Leaving { about, .. }
+                if about.serial == serial =>
+            {
                 about.bound.retain(|b| b.grant != grant);
             }
             _ => {}
@@ -238,13 +305,13 @@ impl Inbound {
         }
         match Leaving::begin(turn.now, &mut turn.rails[about.rail].hca, pair) {
             Ok(leaving) => self.state = State::Leaving { leaving, about },
-            Err(lost) => lose(turn, about, &lost),
+            Err(lost) => self.lose(turn, about, &lost),
         }
     }
     /// The NIC of its queue pair is lost.
     pub(super) fn die(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
-        // What arrived before is in place.
-        while matches!(self.take(turn), Ok(true)) {}
+        // What arrived before is in place: no more than one turn takes, unless the NIC goes on.
+        let _ = self.take(turn);
         let (was_up, about) = match std::mem::replace(&mut self.state, State::Empty) {
             State::Empty => return,
             State::Paired { pair, about, .. } => {
@@ -265,8 +332,13 @@ impl Inbound {
             self.report(turn, why);
             self.say_broken(turn, why);
         }
-        lose(turn, about, why);
+        self.lose(turn, about, why);
         self.answer(turn);
+    }
+    /// What comes through its queue pair will never be known to be over.
+    fn lose(&mut self, turn: &mut Turn<'_>, about: About, why: &Refusal) {
+        self.lost.get_or_insert_with(|| why.clone());
+        end(turn, about, &Err(why.clone()));
     }
     fn report(&self, turn: &mut Turn<'_>, why: &Refusal) {
         if !turn.over {
@@ -285,7 +357,7 @@ impl Inbound {
     /// One turn; says whether anything moved.
     pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
         let moved = match &self.state {
-            State::Empty => return false,
+            State::Empty => return self.answer(turn),
             State::Paired { deadline, .. } if turn.now < *deadline => return false,
             State::Paired { .. } => {
                 let why = "the sender did not connect its end of the lane in time";
@@ -315,7 +387,7 @@ impl Inbound {
     /// Ready to sleep: when to look again, unless an event comes.
     pub(super) fn park(&mut self) -> Option<Time> {
         match &mut self.state {
-            State::Empty => None,
+            State::Empty => self.invited.is_some().then_some(self.answer_from),
             State::Paired { deadline, .. } => Some(*deadline),
             State::Up { pair, .. } => {
                 pair.completions.arm();
@@ -325,12 +397,13 @@ impl Inbound {
         }
     }
 
-    /// Makes the other end of what the sender offered, if there is room for one.
-    fn answer(&mut self, turn: &mut Turn<'_>) {
-        if !matches!(self.state, State::Empty) || turn.over {
-            return;
+    /// Makes the other end of what the sender offered, if it is time and there is room for one.
+    fn answer(&mut self, turn: &mut Turn<'_>) -> bool {
+        if !matches!(self.state, State::Empty) || turn.over || turn.now < self.answer_from {
+            return false;
         }
-        let Some(invitation) = self.invited.take() else { return };
+        let Some(invitation) = self.invited.take() else { return false };
+        self.answer_from = turn.now.plus_ms(ANSWER_MS);
         if let Err(e) = self.make(turn, &invitation) {
             let why = e.with("lane", self.lane.0).to_refusal();
             metrics::counter!("kvlane_gpunetio_refused_pairs_total", "why" => why.kind.code())
@@ -338,6 +411,7 @@ impl Inbound {
             tracing::warn!(link = self.link.0, %why, "a lane did not come up");
             self.say_broken(turn, &why);
         }
+        true
     }
     fn make(&mut self, turn: &mut Turn<'_>, invitation: &Invitation) -> Result<()> {
         let Invitation { epoch, guid, end, credit } = *invitation;
@@ -376,7 +450,9 @@ impl Inbound {
             end,
             credit: Remote { address: credit.0, key: credit.1.0 },
             bound: Vec::new(),
+            early: Vec::new(),
             taken: 0,
+            posted: 0,
             told: 0,
             telling: false,
         };
@@ -395,7 +471,7 @@ impl Inbound {
         // The sender may know of these as done.
         let flushed = leaving.is_flushed(|what| {
             if let What::Arrived { immediate, .. } = what
-                && let Some((grant, part)) = about.account(*immediate)
+                && let Ok(Some((grant, part))) = about.take(*immediate)
             {
                 turn.events.push(EngineEvent::Arrived { link, grant, part, lane });
                 moved = true;
@@ -412,7 +488,7 @@ impl Inbound {
                     return moved;
                 }
                 Ok(None) => end(turn, about, &Ok(())),
-                Err(lost) => lose(turn, about, &lost),
+                Err(lost) => self.lose(turn, about, &lost),
             }
         }
         self.answer(turn);
@@ -424,18 +500,27 @@ impl Inbound {
         let State::Up { pair, about } = &mut self.state else { return Ok(false) };
         let nic = &turn.rails[about.rail].hca.about().name;
         let scene = about.scene(nic, turn.peer);
-        let (mut moved, before) = (false, about.taken);
+        let foreign = |number, about: &About| foreign(&scene, number, &about.bound).to_refusal();
+        if let Some(&number) = about.early.first()
+            && !about.bound.is_empty()
+        {
+            // The grant that it waited for is not the one that came.
+            return Err(foreign(number, about));
+        }
+        let mut moved = false;
         for _ in 0..COMPLETIONS_PER_TURN {
             let Some(found) = pair.completions.poll() else { break };
             moved = true;
             match found {
                 Ok(Completion { what: What::Arrived { immediate, .. }, .. }) => {
-                    let Some((grant, part)) = about.account(immediate) else {
-                        return Err(foreign(&scene, immediate, &about.bound).to_refusal());
-                    };
-                    about.taken += 1;
                     let (link, lane) = (self.link, self.lane);
-                    turn.events.push(EngineEvent::Arrived { link, grant, part, lane });
+                    match about.take(immediate) {
+                        Ok(Some((grant, part))) => {
+                            turn.events.push(EngineEvent::Arrived { link, grant, part, lane });
+                        }
+                        Ok(None) => {}
+                        Err(number) => return Err(foreign(number, about)),
+                    }
                 }
                 Ok(Completion { what: What::Sent, index, .. })
                     if pair.sends.completed(index).is_some() =>
@@ -454,12 +539,13 @@ impl Inbound {
                 }
             }
         }
-        if !moved {
+        if !moved && about.posted == about.taken {
             return Ok(false);
         }
         pair.completions.consumed();
         // Posted before the sender may count on them.
-        pair.receives.post((about.taken - before) as u32);
+        pair.receives.post((about.taken - about.posted) as u32);
+        about.posted = about.taken;
         if about.taken - about.told >= COUNT_EVERY && !about.telling {
             let mut bytes = [0; 28];
             bytes[..8].copy_from_slice(&about.taken.to_ne_bytes());
@@ -493,9 +579,6 @@ fn end(turn: &mut Turn<'_>, about: About, how: &Result<(), Refusal>) {
     let serial = about.serial;
     let each = about.bound.into_iter();
     turn.ended.extend(each.map(|b| Ended { grant: b.grant, serial, how: how.clone() }));
-}
-fn lose(turn: &mut Turn<'_>, about: About, why: &Refusal) {
-    end(turn, about, &Err(why.clone()));
 }
 
 fn foreign(scene: &Scene<'_>, number: u32, bound: &[Bound]) -> Error {
