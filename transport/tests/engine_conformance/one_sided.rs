@@ -222,13 +222,15 @@ fn fences_join_and_what_was_fenced_stays_closed(make: Make<'_>) {
     p.post(8, 0, 0, &from);
     let trouble = |e: &EngineEvent| matches!(e, EngineEvent::Trouble(e) if e.to_string().contains("after its fence"));
     p.until("trouble", |p| p.from_rx.iter().any(trouble));
-    // The sender is at fault: the part is no grant's, and its lane is given up.
+    p.settle();
+    // The sender is at fault: the part is not the next grant's, and the lane is given up.
+    p.open(9, 1, &to);
     p.until("end", |p| downs(&p.from_rx) == [0]);
     assert!(!p.from_rx.iter().any(|e| matches!(e, EngineEvent::Arrived { .. })));
     until_up(&mut p, 0);
     p.clear();
-    p.open(9, 1, &to);
-    p.send_all(9, 1, &from);
+    p.open(10, 1, &to);
+    p.send_all(10, 1, &from);
 }
 
 fn a_lane_that_is_reset_comes_up_again(make: Make<'_>) {

@@ -42,6 +42,8 @@ struct Open {
     ties: Vec<Tie>,
     /// Fences that wait for their answers.
     fences: Vec<FenceHow>,
+    /// One of those asked for so far has to do without the sender's word: then that counts for none.
+    revoked: bool,
 }
 
 /// What became of a fence.
@@ -104,7 +106,8 @@ impl Grants {
             self.refused.insert(number, e.to_refusal());
             return Err(e);
         }
-        let mut open = Open { plans: Vec::new(), ties: Vec::new(), fences: Vec::new() };
+        let mut open =
+            Open { plans: Vec::new(), ties: Vec::new(), fences: Vec::new(), revoked: false };
         for source in grant.sources {
             let (link, parts) = (source.link, source.plan.grid().parts());
             for lane in source.lanes {
@@ -126,6 +129,7 @@ impl Grants {
             return self.refused.get(&grant).map_or(Begin::Done, |why| Begin::Never(why.clone()));
         };
         open.fences.push(how);
+        open.revoked |= how == FenceHow::Revoke;
         if !self.fencing.contains(&grant) {
             self.fencing.push(grant);
         }
@@ -137,7 +141,7 @@ impl Grants {
     }
     /// Whether the fence has to do without the sender.
     pub(super) fn is_revoked(&self, grant: GrantId) -> bool {
-        self.open.get(&grant).is_some_and(|open| open.fences.contains(&FenceHow::Revoke))
+        self.open.get(&grant).is_some_and(|open| open.revoked)
     }
     /// The queue pairs of a grant.
     pub(super) fn ties(&self, grant: GrantId) -> &[Tie] {
@@ -152,10 +156,9 @@ impl Grants {
     }
     /// Ends a fence, if it can: all queue pairs are out, or those that are not are `drained`.
     pub(super) fn settle(&mut self, grant: GrantId, drained: bool) -> Fence {
-        let revoked = self.is_revoked(grant);
         let Some(open) = self.open.get_mut(&grant) else { return Fence::Waits };
         let lost = open.ties.iter().find_map(|tie| tie.out.as_ref()?.as_ref().err());
-        if let Some(why) = lost.filter(|_| revoked) {
+        if let Some(why) = lost.filter(|_| open.revoked) {
             let why = why.clone();
             let hows = std::mem::take(&mut open.fences);
             self.fencing.retain(|g| *g != grant);
