@@ -599,13 +599,12 @@ fn nics_that_the_peer_lacks_are_refused_by_name() {
     };
     let lacks = "the peer does not have the lane's NIC";
     // One is shared, none is, they are not as many.
-    let cases: [(&[usize], &[usize], &str, [&str; 2]); 3] = [
-        (&[0, 1], &[2, 0], lacks, ["emulated1", "emulated2"]),
-        (&[0, 1], &[2, 3], lacks, ["emulated0", "emulated3"]),
-        (&[0, 1], &[0], "different numbers of NICs", ["emulated1", "emulated0"]),
-    ];
-    for (ours, theirs, why, names) in cases {
-        let mut p = Pair::new((nics.engine_on(ours, 64), nics.engine_on(theirs, 64)));
+    for (theirs, why, names) in [
+        (vec![2, 0], lacks, ["emulated1", "emulated2"]),
+        (vec![2, 3], lacks, ["emulated0", "emulated3"]),
+        (vec![0], "different numbers of NICs", ["emulated1", "emulated0"]),
+    ] {
+        let mut p = Pair::new((nics.engine_on(&[0, 1], 64), nics.engine_on(&theirs, 64)));
         listen(&mut p, 4);
         p.until("refusals", |p| refused(&p.from_tx).is_some() && refused(&p.from_rx).is_some());
         for text in [refused(&p.from_tx).unwrap(), refused(&p.from_rx).unwrap()] {
