@@ -86,8 +86,8 @@ struct knic_queue_pair {
     uint64_t domain;
     uint64_t words;          /* of the memory, at most 2^21 */
     uint64_t sends_at;       /* send ring; a multiple of 8 */
-    uint64_t sends;          /* its entries of 64 bytes; a power of two, at most 2^15 */
-    uint64_t receives;       /* receives at a time; likewise. They have no ring */
+    uint64_t sends;          /* its entries of 64 bytes; a power of two, at most 2^14 */
+    uint64_t receives;       /* receives at a time; likewise, at most 2^15. No ring */
     uint64_t completions_at; /* completion ring; a multiple of 8 */
     uint64_t completions;    /* its entries of 64 bytes; a power of two, at least sends + receives */
     uint64_t record_at;      /* doorbell record */
@@ -99,6 +99,7 @@ struct knic_queue_pair {
 #define KNIC_CONSUMED_AT 8
 #define KNIC_DOORBELL_AT 512 /* a page of its own */
 #define KNIC_SENDS_AT 1024
+#define KNIC_COMPLETIONS_AT(sends) (KNIC_SENDS_AT + 8 * (sends)) /* right behind the send ring */
 
 /* CONNECT. Only packets of that peer are taken, from that sequence number on. */
 struct knic_connect {

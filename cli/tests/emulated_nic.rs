@@ -218,6 +218,12 @@ fn operators_see_what_happened_and_a_killed_nic_is_gone_at_once() {
     assert_eq!(stats["pairs"][0]["number"], worker.pair.number);
     let trace = say("trace", &socket, &[]);
     assert!(trace.contains("write of 4 bytes with immediate 0x5"), "{trace}");
+    assert!(
+        trace.contains(&format!(" {} ", &socket[1..])),
+        "it is called like its socket: {trace}"
+    );
+    // Who only looks leaves nothing in it.
+    assert_eq!(say("trace", &socket, &[]), trace);
     let fault: serde_json::Value =
         serde_json::from_str(&say("fault", &socket, &["kill pair=1"])).unwrap();
     assert_eq!(fault, serde_json::json!({ "fault": 2, "is": "kill pair=1 skip=0 times=1" }));

@@ -230,7 +230,7 @@ fn mutated_words_of_gpunetio_engines_are_refused_or_sound() {
         Message::Up { lane, epoch }.encode(),
         Message::Broken { lane, epoch, why: "no_path: the NIC is lost é".into() }.encode(),
         Message::Regions { guid: 7, regions: (1..4).map(region).collect() }.encode(),
-        Blob { lanes: 4, nics: vec![nic(1), nic(2)] }.encode(),
+        Blob { lanes: 4, nics: vec![nic(1), nic(2)], lost: 2 }.encode(),
     ];
     let reencode = |bytes: &[u8]| {
         let message = Message::decode(bytes).map(|m| m.encode());

@@ -18,7 +18,7 @@ use kvlane_transport::emulated::{Config, layout};
 use kvlane_transport::memory::Region;
 use kvlane_transport::mlx5::completion::{Completion, What as Said};
 use kvlane_transport::mlx5::{
-    CompletionQueue, Data, Decoded, Operation, Places, Remote, Segment, Syndrome, entry,
+    CompletionQueue, Data, Decoded, Operation, Places, Remote, SENDS_MAX, Segment, Syndrome, entry,
 };
 use kvlane_transport::random::random;
 use kvlane_transport::sys::share::Words;
@@ -249,6 +249,24 @@ fn a_million_writes_wrap_every_index_and_none_is_torn() {
     assert_eq!((stats.entries, stats.writes, stats.bytes), (ALL, ALL, ALL * 8));
     assert_eq!(stats.completions, batches);
     assert_eq!((stats.torn_entries, stats.doorbell_mismatch, stats.record_mismatch), (0, 0, 0));
+}
+
+#[test]
+fn the_longest_ring_is_executed_with_one_doorbell_however_often() {
+    let nic = spawn_thread(config()).unwrap();
+    let Couple { nic: _nic, mut a, b, mut qa, .. } = couple_on(nic, SENDS_MAX, 1);
+    for round in 1..=3 {
+        a.write(0, &[round as u8; 4]);
+        for n in 1..=SENDS_MAX {
+            write(&mut qa, b.remote(0), a.segment(0, 4), n == SENDS_MAX);
+        }
+        assert_eq!(qa.sends.free(), 0);
+        qa.sends.ring();
+        let done = next(&mut qa);
+        assert_eq!((done.what, qa.sends.outstanding()), (Said::Sent, 0));
+        assert_eq!(b.read(0, 4), [round as u8; 4]);
+        assert_eq!(a.hca.stats().unwrap().entries, u64::from(SENDS_MAX) * round);
+    }
 }
 
 /// Error, a receive as marker, error again: the fence of the receiver.

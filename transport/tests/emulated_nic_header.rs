@@ -7,6 +7,7 @@ use std::process::Command;
 
 use kvlane_transport::emulated::serve::spawn_thread;
 use kvlane_transport::emulated::{Config, control, layout};
+use kvlane_transport::mlx5;
 
 #[test]
 fn a_c_program_drives_the_nic_with_the_header_alone() {
@@ -45,5 +46,10 @@ fn the_header_has_the_numbers_of_the_code() {
     assert_eq!(define("KNIC_CONSUMED_AT"), layout::CONSUMED_AT as u64);
     assert_eq!(define("KNIC_DOORBELL_AT"), layout::DOORBELL_AT as u64);
     assert_eq!(define("KNIC_SENDS_AT"), layout::SENDS_AT as u64);
+    let (places, _) = layout::queue_pair(64, 8);
+    assert!(header.contains("#define KNIC_COMPLETIONS_AT(sends) (KNIC_SENDS_AT + 8 * (sends)) "));
+    assert_eq!(places.completions_at as u64, define("KNIC_SENDS_AT") + 8 * 64);
+    assert!(header.contains(&format!("at most 2^{} */", mlx5::SENDS_MAX.ilog2())));
+    assert!(header.contains(&format!("at most 2^{}. No ring", mlx5::RECEIVES_MAX.ilog2())));
     assert!(header.contains(&format!("At most {} bytes in all", control::ANSWER_BYTES_MAX)));
 }

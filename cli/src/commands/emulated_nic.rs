@@ -8,7 +8,7 @@ use clap::Subcommand;
 use kvlane_proto::{Error, ErrorKind, Result};
 use kvlane_transport::emulated::Config;
 use kvlane_transport::emulated::client::Hca;
-use kvlane_transport::emulated::faults::Fault;
+use kvlane_transport::emulated::faults::{Fault, KNOWN};
 use kvlane_transport::emulated::serve::{End, Nic, Stop};
 use kvlane_transport::sys::unix::Name;
 
@@ -27,9 +27,9 @@ pub(crate) struct Args {
     /// Where it listens: @NAME, or a file
     #[arg(long, value_name = "NAME", required = true)]
     socket: Option<Name>,
-    /// What it is called; several on one machine are told apart by it
-    #[arg(long, default_value = "emulated0")]
-    name: String,
+    /// What it is called; the last part of its socket's name unless said
+    #[arg(long)]
+    name: Option<String>,
     /// A fault from the start, such as 'delay us=500' or 'nak syndrome=0x15 skip=9'; several times
     #[arg(long, value_name = "FAULT")]
     fault: Vec<Fault>,
@@ -68,10 +68,11 @@ enum Command {
         follow: bool,
     },
     /// Installs a fault and says its number
+    #[command(after_help = format!("Faults: {KNOWN}; then pair=NUMBER or pid=PID, skip=N, times=N"))]
     Fault {
         #[command(flatten)]
         at: At,
-        /// Such as 'hold-landing pair=66' or 'kill skip=100'; a wrong one is answered with all
+        /// Such as 'hold-landing pair=66' or 'kill skip=100'
         fault: Fault,
     },
     /// Removes a fault and lets go what it holds
@@ -129,11 +130,19 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What a NIC that listens there is called, unless somebody says otherwise.
+fn name_of(socket: &Name) -> String {
+    let text = socket.to_string();
+    let last = text.rsplit(['@', '/']).find(|part| !part.is_empty());
+    last.map_or_else(|| "emulated0".to_owned(), str::to_owned)
+}
+
 async fn serve(args: Args) -> Result<()> {
     let Some(socket) = args.socket else {
         return Err(Error::new(ErrorKind::Config, "no --socket").hint("--socket @NAME"));
     };
-    let mut config = Config::new(&args.name);
+    let name = args.name.unwrap_or_else(|| name_of(&socket));
+    let mut config = Config::new(&name);
     config.ack_timeout = Duration::from_millis(args.ack_timeout_ms);
     config.retries = args.retries;
     config.rnr_delay = Duration::from_millis(args.rnr_delay_ms);
@@ -143,7 +152,7 @@ async fn serve(args: Args) -> Result<()> {
     let ready = serde_json::json!({
         "ready": "emulated-nic",
         "socket": nic.socket().to_string(),
-        "name": args.name,
+        "name": name,
         "guid": format!("{:016x}", nic.guid()),
     });
     let stop = Stop::new()?;

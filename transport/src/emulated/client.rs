@@ -19,13 +19,16 @@ use super::faults::Fault;
 use super::layout;
 use super::stats::Stats;
 use crate::memory::Region;
-use crate::mlx5::{CompletionQueue, ReceiveQueue, SENDS_MAX, SendQueue, completion};
+use crate::mlx5::{CompletionQueue, RECEIVES_MAX, ReceiveQueue, SENDS_MAX, SendQueue, completion};
 use crate::sys::share::{ReadWords, Words, is_open_to_writers};
 use crate::sys::unix::{Name, Socket};
 use crate::sys::wait::{PollSet, readable};
 
 /// How long an answer may take.
 pub const ANSWER: Duration = Duration::from_secs(2);
+/// What to do about a NIC that is lost.
+pub(crate) const LOST: &str = "a NIC that dies, or does not answer for 2 s, is lost to every worker that opened it until that \
+     worker is restarted: start the NIC again if it has ended, then the workers";
 
 /// What a NIC is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +84,7 @@ pub struct QueuePair {
 /// An open NIC.
 #[derive(Debug)]
 pub struct Hca {
+    at: Name,
     about: About,
     socket: Socket,
     events: Socket,
@@ -101,10 +105,13 @@ impl Hca {
     /// [`kvlane_proto::ErrorKind::Io`] if it cannot be reached.
     pub fn open(at: &Name) -> Result<Self> {
         let failed = |what: &str, e: io::Error| {
-            Error::new(ErrorKind::Io, what)
-                .with("socket", at)
-                .hint("start one there: kvlane emulated-nic --socket NAME")
-                .caused_by(e)
+            let hint = match at {
+                Name::File(path) if path.components().count() == 1 => {
+                    format!("a name without @ is a file; did you mean @{at}?")
+                }
+                _ => format!("start one there: kvlane emulated-nic --socket {at}"),
+            };
+            Error::new(ErrorKind::Io, what).with("socket", at).hint(hint).caused_by(e)
         };
         let socket =
             Socket::dial(at).map_err(|e| failed("an emulated NIC cannot be reached", e))?;
@@ -116,7 +123,7 @@ impl Hca {
             .call(&hello, &[theirs.as_fd()])
             .map_err(|e| failed("an emulated NIC does not answer", e))?;
         drop(theirs);
-        let answer = done(answer)?;
+        let answer = done(answer).map_err(|e| e.with("socket", at))?;
         let [guid, words, ..] = answer.values;
         let page = match fds.pop() {
             Some(fd) => ReadWords::import(fd, usize::try_from(words).unwrap_or(0)),
@@ -124,6 +131,7 @@ impl Hca {
         };
         let page = page.map_err(|e| failed("an emulated NIC's page cannot be used", e))?;
         Ok(Self {
+            at: at.clone(),
             about: About { name: answer.text, guid },
             socket,
             events,
@@ -138,6 +146,14 @@ impl Hca {
     /// What it is.
     pub fn about(&self) -> &About {
         &self.about
+    }
+    /// Where it listens.
+    pub fn socket(&self) -> &Name {
+        &self.at
+    }
+    /// Where people see what it has done.
+    pub(crate) fn trace_command(&self) -> String {
+        format!("kvlane emulated-nic trace --socket {}", self.at)
     }
     /// Whether it has been lost.
     pub fn is_lost(&self) -> bool {
@@ -219,7 +235,7 @@ impl Hca {
     /// As [`Hca::domain`].
     pub fn queue_pair(&mut self, domain: Domain, sends: u32, receives: u32) -> Result<QueuePair> {
         for (name, found, most) in
-            [("sends", sends, SENDS_MAX), ("receives", receives, layout::RECEIVES_MAX)]
+            [("sends", sends, SENDS_MAX), ("receives", receives, RECEIVES_MAX)]
         {
             if !found.is_power_of_two() || found > most {
                 return Err(Error::new(ErrorKind::Malformed, "a queue pair of a wrong size")
@@ -314,6 +330,7 @@ impl Hca {
         }
     }
     /// Pairs that were given to [`Hca::destroy`] and in which something may still land.
+    #[doc(hidden)]
     pub fn dying(&self) -> usize {
         self.dying.len()
     }
@@ -385,13 +402,14 @@ impl Hca {
         done(self.exchange(request, fds)?).map_err(|e| e.with("nic", &self.about.name))
     }
     fn exchange(&mut self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<Answer> {
-        let lost = |about: &About| {
+        let lost = |at: &Name, about: &About| {
             Error::new(ErrorKind::NoPath, "the emulated NIC is lost")
                 .with("nic", &about.name)
-                .hint("its process ended or hangs; start it again and open it anew")
+                .with("socket", at)
+                .hint(LOST)
         };
         if self.is_lost {
-            return Err(lost(&self.about));
+            return Err(lost(&self.at, &self.about));
         }
         let mut wire = Wire { socket: &self.socket, serial: self.serial, polls: &mut self.polls };
         self.serial = self.serial.wrapping_add(1);
@@ -399,7 +417,7 @@ impl Hca {
             Ok((answer, _)) => Ok(answer),
             Err(e) => {
                 self.is_lost = true;
-                Err(lost(&self.about).caused_by(e))
+                Err(lost(&self.at, &self.about).caused_by(e))
             }
         }
     }

@@ -148,7 +148,7 @@ impl Answer {
         bytes.extend(serial.to_le_bytes());
         bytes.extend((self.status as u32).to_le_bytes());
         self.values.iter().for_each(|value| bytes.extend(value.to_le_bytes()));
-        bytes.extend(&self.text.as_bytes()[..cut(&self.text, TEXT_BYTES_MAX)]);
+        bytes.extend(cut(&self.text, TEXT_BYTES_MAX).as_bytes());
         bytes
     }
     /// Reads a message.
@@ -159,8 +159,7 @@ impl Answer {
         let Some((head, text)) = bytes.split_at_checked(ANSWER_HEAD) else {
             return Err(format!("an answer of {} bytes", bytes.len()));
         };
-        let mut head = Fields(head);
-        let (serial, status) = (head.half(), head.half());
+        let (serial, status) = (half(head, 0), half(head, 1));
         let status = match status {
             0 => Status::Done,
             1 => Status::Malformed,
@@ -170,35 +169,29 @@ impl Answer {
             5 => Status::Memory,
             other => return Err(format!("status {other}")),
         };
-        let values = std::array::from_fn(|_| head.next());
+        let mut values = numbers(&head[HEAD..]);
+        let values = std::array::from_fn(|_| values.next().unwrap_or(0));
         let text = String::from_utf8_lossy(text).into_owned();
         Ok((serial, Self { status, values, text }))
     }
 }
 
-/// Where to cut a text so that it has at most so many bytes.
-fn cut(text: &str, most: usize) -> usize {
+/// The front of a text that has at most so many bytes.
+pub(crate) fn cut(text: &str, most: usize) -> &str {
     let mut at = text.len().min(most);
     while !text.is_char_boundary(at) {
         at -= 1;
     }
-    at
+    &text[..at]
 }
 
-/// Little-endian numbers one after the other; the length has been checked.
-struct Fields<'a>(&'a [u8]);
-
-impl Fields<'_> {
-    fn half(&mut self) -> u32 {
-        let Some((first, rest)) = self.0.split_first_chunk() else { return 0 };
-        self.0 = rest;
-        u32::from_le_bytes(*first)
-    }
-    fn next(&mut self) -> u64 {
-        let Some((first, rest)) = self.0.split_first_chunk() else { return 0 };
-        self.0 = rest;
-        u64::from_le_bytes(*first)
-    }
+/// The `nth` u32; the length has been checked.
+fn half(bytes: &[u8], nth: usize) -> u32 {
+    bytes.as_chunks().0.get(nth).map_or(0, |half| u32::from_le_bytes(*half))
+}
+/// Every u64, one after the other.
+fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks().0.iter().map(|number| u64::from_le_bytes(*number))
 }
 
 mod kind {
@@ -273,8 +266,7 @@ impl Request {
         let Some((head, body)) = bytes.split_at_checked(HEAD) else {
             return Err((0, format!("a request of {} bytes", bytes.len())));
         };
-        let mut head = Fields(head);
-        let (kind, serial) = (head.half(), head.half());
+        let (kind, serial) = (half(head, 0), half(head, 1));
         let wrong = |what: String| Err((serial, what));
         if kind == kind::FAULT {
             return match std::str::from_utf8(body) {
@@ -297,8 +289,8 @@ impl Request {
                 expected * 8
             ));
         }
-        let mut body = Fields(body);
-        let mut n = || body.next();
+        let mut body = numbers(body);
+        let mut n = || body.next().unwrap_or(0);
         let request = match kind {
             kind::HELLO => Self::Hello { version: n() },
             kind::DOMAIN => Self::Domain,

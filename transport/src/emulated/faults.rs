@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use kvlane_proto::{Error, ErrorKind};
 
 /// Most faults that are installed at a time.
-pub const FAULTS_MAX: usize = 64;
+pub(crate) const FAULTS_MAX: usize = 64;
 
 /// What a fault does, and what its occasions are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,8 +159,8 @@ impl fmt::Display for Fault {
     }
 }
 
-/// Every kind with what it needs, for refusals.
-const KNOWN: &str = "delay us=, hold-wire, hold-landing, drop-kick, stale-record, \
+/// Every kind with what it needs.
+pub const KNOWN: &str = "delay us=, hold-wire, hold-landing, drop-kick, stale-record, \
     torn-entry [reads=], nak syndrome= [vendor=], corrupt byte=, duplicate-immediate, kill, \
     link-down, link-flap ms=, throttle bytes_per_s=, lose-completion, delay-completions us=";
 
@@ -168,81 +168,90 @@ impl FromStr for Fault {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wrong = |what: &str| {
-            Error::new(ErrorKind::Malformed, what)
-                .with("fault", text)
+        let known = |e: Error| {
+            e.with("fault", text)
                 .with("known", KNOWN)
                 .hint("one of the known, then pair=NUMBER or pid=PID, skip=N, times=N as needed")
         };
-        let mut words = text.split_whitespace();
-        let name = words.next().ok_or_else(|| wrong("a fault has no name"))?;
-        let mut fields = Vec::new();
-        for word in words {
-            let (key, value) = word
-                .split_once('=')
-                .ok_or_else(|| wrong("a field has no =").with("found", word))?;
-            let parsed = match value.strip_prefix("0x") {
-                Some(hex) => u64::from_str_radix(hex, 16),
-                None => value.parse(),
-            };
-            let value = parsed
-                .map_err(|e| wrong("a value is no number").with("found", word).caused_by(e))?;
-            fields.push((key, value));
+        parse(text).map_err(known)
+    }
+}
+
+/// What is wrong with a text comes without the text.
+fn parse(text: &str) -> Result<Fault, Error> {
+    let wrong = |what: &str| Error::new(ErrorKind::Malformed, what);
+    let mut words = text.split_whitespace();
+    let name = words.next().ok_or_else(|| wrong("a fault has no name"))?;
+    let mut fields = Vec::new();
+    for word in words {
+        let (key, value) =
+            word.split_once('=').ok_or_else(|| wrong("a field has no =").with("found", word))?;
+        let parsed = match value.strip_prefix("0x") {
+            Some(hex) => u64::from_str_radix(hex, 16),
+            None => value.parse(),
+        };
+        let value =
+            parsed.map_err(|e| wrong("a value is no number").with("found", word).caused_by(e))?;
+        fields.push((key, value));
+    }
+    let mut take = |key: &str| {
+        let at = fields.iter().position(|&(found, _)| found == key)?;
+        Some(fields.swap_remove(at).1)
+    };
+    let missing = |key: &str| wrong("a field is missing").with("missing", key);
+    let byte = |value: u64| {
+        let e = || wrong("a code is above 0xff").with("found", format!("{value:#x}"));
+        u8::try_from(value).map_err(|_| e())
+    };
+    let what = match name {
+        "delay" => What::Delay { us: take("us").ok_or_else(|| missing("us"))? },
+        "hold-wire" => What::HoldWire,
+        "hold-landing" => What::HoldLanding,
+        "drop-kick" => What::DropKick,
+        "stale-record" => What::StaleRecord,
+        "torn-entry" => {
+            What::TornEntry { reads: u32::try_from(take("reads").unwrap_or(1)).unwrap_or(u32::MAX) }
         }
-        let mut take = |key: &str| {
-            let at = fields.iter().position(|&(found, _)| found == key)?;
-            Some(fields.swap_remove(at).1)
-        };
-        let missing = |key: &str| wrong("a field is missing").with("missing", key);
-        let byte = |value: u64| u8::try_from(value).map_err(|_| wrong("a code is above 0xff"));
-        let what = match name {
-            "delay" => What::Delay { us: take("us").ok_or_else(|| missing("us"))? },
-            "hold-wire" => What::HoldWire,
-            "hold-landing" => What::HoldLanding,
-            "drop-kick" => What::DropKick,
-            "stale-record" => What::StaleRecord,
-            "torn-entry" => What::TornEntry {
-                reads: u32::try_from(take("reads").unwrap_or(1)).unwrap_or(u32::MAX),
-            },
-            "nak" => What::Nak {
-                syndrome: byte(take("syndrome").ok_or_else(|| missing("syndrome"))?)?,
-                vendor: byte(take("vendor").unwrap_or(0))?,
-            },
-            "corrupt" => What::Corrupt { byte: take("byte").ok_or_else(|| missing("byte"))? },
-            "duplicate-immediate" => What::DuplicateImmediate,
-            "kill" => What::Kill,
-            "link-down" => What::LinkDown,
-            "link-flap" => match take("ms") {
-                Some(ms) if ms > 0 => What::LinkFlap { ms },
-                _ => return Err(missing("ms")),
-            },
-            "throttle" => match take("bytes_per_s") {
-                Some(bytes_per_s) if bytes_per_s > 0 => What::Throttle { bytes_per_s },
-                _ => return Err(missing("bytes_per_s")),
-            },
-            "lose-completion" => What::LoseCompletion,
-            "delay-completions" => {
-                What::DelayCompletions { us: take("us").ok_or_else(|| missing("us"))? }
-            }
-            _ => return Err(wrong("a fault that is not known").with("found", name)),
-        };
-        let target = match (take("pair"), take("pid")) {
-            (None, None) => Target::All,
-            (Some(number), None) => Target::Pair(
-                u32::try_from(number).map_err(|_| wrong("a queue pair's number has 24 bits"))?,
-            ),
-            (None, Some(pid)) => Target::Process(
-                i32::try_from(pid).map_err(|_| wrong("a process number is too large"))?,
-            ),
-            _ => return Err(wrong("a fault has one target, pair= or pid=")),
-        };
-        let mut fault = Self::new(what, target);
-        fault.skip = take("skip").unwrap_or(fault.skip);
-        fault.times = take("times").unwrap_or(fault.times);
-        match fields.first() {
-            None => Ok(fault),
-            Some((key, _)) => Err(wrong("a field is not known here").with("found", key)),
+        "nak" => What::Nak {
+            syndrome: byte(take("syndrome").ok_or_else(|| missing("syndrome"))?)?,
+            vendor: byte(take("vendor").unwrap_or(0))?,
+        },
+        "corrupt" => What::Corrupt { byte: take("byte").ok_or_else(|| missing("byte"))? },
+        "duplicate-immediate" => What::DuplicateImmediate,
+        "kill" => What::Kill,
+        "link-down" => What::LinkDown,
+        "link-flap" => match take("ms") {
+            Some(ms) if ms > 0 => What::LinkFlap { ms },
+            _ => return Err(missing("ms")),
+        },
+        "throttle" => match take("bytes_per_s") {
+            Some(bytes_per_s) if bytes_per_s > 0 => What::Throttle { bytes_per_s },
+            _ => return Err(missing("bytes_per_s")),
+        },
+        "lose-completion" => What::LoseCompletion,
+        "delay-completions" => {
+            What::DelayCompletions { us: take("us").ok_or_else(|| missing("us"))? }
         }
+        _ => return Err(wrong("a fault that is not known").with("found", name)),
+    };
+    let target = match (take("pair"), take("pid")) {
+        (None, None) => Target::All,
+        (Some(number), None) => Target::Pair(
+            u32::try_from(number)
+                .map_err(|_| wrong("a queue pair's number has 24 bits").with("found", number))?,
+        ),
+        (None, Some(pid)) => Target::Process(
+            i32::try_from(pid)
+                .map_err(|_| wrong("a process number is too large").with("found", pid))?,
+        ),
+        _ => return Err(wrong("a fault has one target, pair= or pid=")),
+    };
+    let mut fault = Fault::new(what, target);
+    fault.skip = take("skip").unwrap_or(fault.skip);
+    fault.times = take("times").unwrap_or(fault.times);
+    match fields.first() {
+        None => Ok(fault),
+        Some((key, _)) => Err(wrong("a field is not known here").with("found", key)),
     }
 }
 
@@ -464,7 +473,8 @@ mod tests {
             ("throttle bytes_per_s=0", "missing=bytes_per_s"),
         ] {
             let text = text.parse::<Fault>().unwrap_err().to_string();
-            assert!(text.contains(word) && text.contains("fix:"), "{text}");
+            let (first, known) = (text.find(word), text.find("known="));
+            assert!(first.is_some() && first < known && text.contains("fix:"), "{text}");
         }
     }
 

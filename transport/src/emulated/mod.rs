@@ -7,9 +7,11 @@
 //! Layouts of the shared memory and of the control socket: `docs/emulated-nic.h`.
 
 pub mod client;
+#[doc(hidden)]
 pub mod control;
 mod device;
 pub mod faults;
+#[doc(hidden)]
 pub mod layout;
 pub mod serve;
 pub mod stats;

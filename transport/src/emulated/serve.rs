@@ -23,7 +23,7 @@ use crate::sys::unix::{Listener, Name, Socket};
 use crate::sys::wait::{EventFd, PollSet};
 
 /// Most clients.
-pub const CLIENTS_MAX: usize = 128;
+const CLIENTS_MAX: usize = 128;
 /// How long it goes on looking after the last work.
 const SPIN: Duration = Duration::from_micros(50);
 /// The first nap; each is twice the one before.
@@ -134,10 +134,16 @@ impl Nic {
         let mut nap = NAP_MIN;
         let mut last_work = Instant::now();
         let mut heard_at = last_work;
+        let (name, socket) = (self.device.name().to_owned(), self.socket().clone());
+        tracing::info!(nic = name, %socket, "emulated NIC has started");
+        let killed = |device: &Device| {
+            tracing::warn!(nic = name, %socket, fault = device.killer(), "killed by a fault");
+            End::Killed
+        };
         while !stop.is_set() {
             let now = Instant::now();
             match self.device.poll(now) {
-                Turn::Killed => return End::Killed,
+                Turn::Killed => return killed(&self.device),
                 Turn::Busy => (last_work, nap) = (now, NAP_MIN),
                 Turn::Idle => {}
             }
@@ -167,7 +173,7 @@ impl Nic {
             }
             self.say_asleep(false);
             match turn {
-                Turn::Killed => return End::Killed,
+                Turn::Killed => return killed(&self.device),
                 Turn::Busy => (last_work, nap) = (Instant::now(), NAP_MIN),
                 Turn::Idle => {}
             }
@@ -230,48 +236,56 @@ impl Nic {
     /// Takes a client's messages; whether it may stay.
     fn hear(&mut self, connection: &mut Connection, now: Instant) -> bool {
         let mut fds = std::mem::take(&mut self.fds);
-        let mut stays = true;
+        let mut ends = None;
         for _ in 0..MESSAGES_PER_TURN {
             let mut bytes = [0; REQUEST_BYTES_MAX];
-            match connection.socket.receive(&mut bytes, &mut fds) {
+            let answered = match connection.socket.receive(&mut bytes, &mut fds) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Ok(0) => {
-                    stays = false;
-                    break;
-                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Ok(0) => Err(None),
+                // It ended with answers that it had not read.
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Err(None),
                 Ok(n) => {
                     let message = bytes.get(..n).unwrap_or_default();
-                    stays = self.answer(connection, message, std::mem::take(&mut fds), now);
+                    self.answer(connection, message, std::mem::take(&mut fds), now).map_err(Some)
                 }
                 Err(e) => {
                     let what = format!("a message, or descriptors, that do not fit: {e}");
-                    stays = self.show_out(connection, 0, &what);
+                    Err(Some(self.show_out(connection, 0, what)))
                 }
-            }
-            if !stays {
-                self.device.stats_mut().thrown_out += 1;
+            };
+            if let Err(why) = answered {
+                ends = Some(why);
                 break;
             }
         }
         self.fds = fds;
-        stays
+        if let Some(Some(why)) = &ends {
+            self.device.stats_mut().thrown_out += 1;
+            let nic = self.device.name();
+            tracing::warn!(nic, pid = connection.pid, why, "a client was thrown out");
+        }
+        ends.is_none()
     }
+    /// Does what a message asks; or why its client may not stay.
     fn answer(
         &mut self,
         connection: &mut Connection,
         message: &[u8],
         mut fds: Vec<OwnedFd>,
         now: Instant,
-    ) -> bool {
+    ) -> Result<(), String> {
         let (serial, request) = match Request::decode(message) {
             Ok(request) => request,
-            Err((serial, what)) => return self.show_out(connection, serial, &what),
+            Err((serial, what)) => return Err(self.show_out(connection, serial, what)),
+        };
+        let said = |sent: io::Result<()>| {
+            sent.map_err(|e| format!("it does not read what it asked for: {e}"))
         };
         let answer = match (connection.client, request) {
             (Some(_), Request::Kick) => {
                 self.device.stats_mut().kicks += 1;
-                return true;
+                return Ok(());
             }
             (Some(client), request) => self.device.request(client, request, fds, now),
             (None, Request::Hello { version: VERSION }) => {
@@ -280,24 +294,27 @@ impl Nic {
                 connection.client = Some(client);
                 let mut answer = Answer::done([self.guid, NIC_WORDS as u64, client.into(), 0]);
                 answer.text = self.device.name().into();
-                return connection.socket.send(&answer.encode(serial), &[self.page.fd()]).is_ok();
+                return said(connection.socket.send(&answer.encode(serial), &[self.page.fd()]));
             }
             (None, Request::Hello { version }) => {
                 let what = format!("control version {version} is not spoken here, only {VERSION}");
-                return self.show_out(connection, serial, &what);
+                return Err(self.show_out(connection, serial, what));
             }
-            (None, _) => return self.show_out(connection, serial, "a request before the hello"),
+            (None, _) => {
+                let what = "a request before the hello".to_owned();
+                return Err(self.show_out(connection, serial, what));
+            }
         };
         // Whoever does not read what he asked for is thrown out.
-        connection.socket.send(&answer.encode(serial), &[]).is_ok()
+        said(connection.socket.send(&answer.encode(serial), &[]))
     }
-    /// Says what is wrong, once.
-    fn show_out(&mut self, connection: &Connection, serial: u32, what: &str) -> bool {
+    /// Says what is wrong, once, and gives it back.
+    fn show_out(&mut self, connection: &Connection, serial: u32, what: String) -> String {
         self.device.stats_mut().refusals += 1;
         let hint = "use the NIC and the client of one build, or see docs/emulated-nic.h";
-        let answer = Answer::refused(Status::Malformed, what, hint);
+        let answer = Answer::refused(Status::Malformed, &what, hint);
         let _ = connection.socket.send(&answer.encode(serial), &[]);
-        false
+        what
     }
 }
 

@@ -104,9 +104,13 @@ impl Trace {
         }
         self.events.push_back((now.saturating_duration_since(self.start), pair, event));
     }
-    /// Lines from event number `from` on, as many as fit, and the number of the next one.
+    /// Lines from event number `from` on, as many as fit, and the number of the next one. The first
+    /// says how many of them are forgotten, if some are.
     pub(crate) fn lines(&self, from: u64, bytes_max: usize) -> (String, u64) {
         let (mut text, mut next) = (String::new(), from.max(self.before));
+        if next > from {
+            text = format!("{} events before this are forgotten\n", next - from);
+        }
         let skip = usize::try_from(next - self.before).unwrap_or(usize::MAX);
         for (at, pair, event) in self.events.iter().skip(skip) {
             let at = at.as_secs_f64();
@@ -135,10 +139,12 @@ mod tests {
             trace.push(Instant::now(), pid as u32 - 1, Event::ClientCame { pid });
         }
         let (text, next) = trace.lines(0, 1000);
+        assert_eq!((text.lines().next(), next), (Some("2 events before this are forgotten"), 5));
+        let (text, next) = trace.lines(2, 1000);
         let lines: Vec<_> = text.lines().collect();
         assert_eq!((lines.len(), next), (3, 5));
         assert!(lines[0].starts_with("2 ") && lines[0].ends_with("emulated0 2 process 3 came"));
-        let (text, next) = trace.lines(0, lines[0].len() + 1);
+        let (text, next) = trace.lines(2, lines[0].len() + 1);
         assert_eq!((text.lines().count(), next), (1, 3));
         assert_eq!(trace.lines(5, 1000), (String::new(), 5));
         assert_eq!(trace.lines(u64::MAX, 1000).0, "");

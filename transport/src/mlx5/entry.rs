@@ -98,6 +98,13 @@ pub struct Decoded {
     pub fence: bool,
 }
 
+impl Decoded {
+    /// As an entry of this side, which never waits for reads.
+    pub fn new(operation: Operation, signalled: bool) -> Self {
+        Self { operation, signalled, fence: false }
+    }
+}
+
 /// Why an entry is not executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Malformed {

@@ -21,8 +21,10 @@ pub use queue::{CompletionQueue, Places, ReceiveQueue, SendQueue};
 pub const ENTRY_BYTES: usize = 64;
 /// The same in words of 8 bytes.
 pub const ENTRY_WORDS: usize = 8;
-/// Most entries of a send ring: with fewer than 2^15 outstanding, an index of 16 bits is never
-/// ambiguous.
-pub const SENDS_MAX: u32 = 1 << 15;
+/// Most entries of a send ring. An index of 16 bits says, up to 2^15 - 1 either way, whether it is ahead
+/// or behind: a whole ring may be shown at once, and a record beyond it is noticed as such.
+pub const SENDS_MAX: u32 = 1 << 14;
+/// Most receives that are posted at a time.
+pub const RECEIVES_MAX: u32 = 1 << 15;
 /// Most bytes of one write.
 pub const WRITE_BYTES_MAX: u32 = 1 << 30;

@@ -30,7 +30,7 @@ use self::keys::{Keys, Registered};
 use self::pair::{Pair, State};
 use self::requester::Flow;
 use super::control::{Answer, Request, Status, TEXT_BYTES_MAX};
-use super::faults::{Fault, Faults, What, Whom, delay};
+use super::faults::{self, Fault, Faults, What, Whom, delay};
 use super::layout;
 use super::stats::{FaultStats, Stats};
 use super::trace::{Event, Trace};
@@ -110,6 +110,8 @@ struct Client {
     pid: i32,
     domains: Vec<u32>,
     events: Option<Socket>,
+    /// It is in the trace: those who only look are not.
+    is_traced: bool,
 }
 
 /// The NIC.
@@ -174,6 +176,11 @@ impl Device {
     pub(crate) fn name(&self) -> &str {
         &self.config.name
     }
+    /// The latest fault that was installed to kill it.
+    pub(crate) fn killer(&self) -> String {
+        let kills = |one: &&faults::Installed| one.fault.what == What::Kill && one.hits > 0;
+        self.faults.list().iter().rfind(kills).map(|one| one.fault.to_string()).unwrap_or_default()
+    }
     pub(crate) fn stats_mut(&mut self) -> &mut Stats {
         &mut self.stats
     }
@@ -184,9 +191,9 @@ impl Device {
     /// A client came; its number.
     pub(crate) fn client_came(&mut self, pid: i32, events: Option<Socket>) -> u32 {
         self.last_client += 1;
-        self.clients.insert(self.last_client, Client { pid, domains: Vec::new(), events });
+        let client = Client { pid, domains: Vec::new(), events, is_traced: false };
+        self.clients.insert(self.last_client, client);
         self.stats.clients += 1;
-        self.trace.push(Instant::now(), 0, Event::ClientCame { pid });
         self.last_client
     }
     /// A client is gone, and with it all that it had. Packets that it sent are not.
@@ -200,7 +207,9 @@ impl Device {
             self.wire_bytes -= pair.bytes_to_land();
         }
         self.keys.remove(|key| gone.domains.contains(&key.domain));
-        self.trace.push(Instant::now(), 0, Event::ClientGone { pid: gone.pid });
+        if gone.is_traced {
+            self.trace.push(Instant::now(), 0, Event::ClientGone { pid: gone.pid });
+        }
     }
 
     /// Does what a client asks.
@@ -211,6 +220,11 @@ impl Device {
         fds: Vec<OwnedFd>,
         now: Instant,
     ) -> Answer {
+        let looks = matches!(request, Request::Stats | Request::Trace { .. });
+        if let Some(client) = self.clients.get_mut(&client).filter(|c| !looks && !c.is_traced) {
+            client.is_traced = true;
+            self.trace.push(now, 0, Event::ClientCame { pid: client.pid });
+        }
         let answer = self.answer(client, request, fds, now);
         if !matches!(answer.status, Status::Done | Status::Busy) {
             self.stats.refusals += 1;
@@ -473,7 +487,7 @@ impl Device {
             Err(e) => return Answer::refused(Status::Malformed, e.to_string(), ""),
         };
         let Some(id) = self.faults.install(fault, now) else {
-            let most = super::faults::FAULTS_MAX;
+            let most = faults::FAULTS_MAX;
             let what = format!("at most {most} faults are installed at a time");
             return Answer::refused(Status::Limit, what, "clear some");
         };

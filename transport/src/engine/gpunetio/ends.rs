@@ -3,7 +3,9 @@
 //! In: grants, posts, the wish to end. Out: [`Quiesced`] and [`FenceProof`]s, made here and nowhere
 //! else in the engine. Invariants: as numbered in the module above.
 
-use kvlane_proto::{Device, Error, ErrorKind, GrantId, LaneId, LinkId, Result, Time, limits};
+use kvlane_proto::{
+    Device, Error, ErrorKind, GrantId, LaneId, LinkId, Refusal, Result, Time, WorkerKey, limits,
+};
 
 use super::GpunetioEngine;
 use super::grants::{Begin, Fence};
@@ -28,9 +30,14 @@ impl Quiescing {
     }
 }
 
-/// Makes what landed visible to whoever reads it next. Host memory is coherent with the NIC's writes,
-/// and a completion comes after them.
-fn visibility() {}
+fn late(grant: GrantId, peer: &WorkerKey) -> Refusal {
+    let why = "what was posted for a grant did not complete in time; its queue pair is taken down";
+    Error::new(ErrorKind::DeadlineExceeded, why)
+        .with("grant", grant)
+        .with("peer", peer)
+        .with("limit_ms", limits::QUIESCE_MS)
+        .to_refusal()
+}
 
 impl GpunetioEngine {
     pub(super) fn open(&mut self, grant: OpenGrant) -> Result<()> {
@@ -94,7 +101,10 @@ impl GpunetioEngine {
                             lane.unbind(tie.serial, grant);
                         }
                     }
-                    visibility();
+                    // What landed is visible: host memory is coherent with the NIC's writes, and a
+                    // completion comes after them. Pools on a GPU, and hosts where the NIC's writes
+                    // bypass the caches or may be overtaken (no DDIO, relaxed ordering), need a step
+                    // here: a read through the NIC that wrote.
                     let proof = |how| EngineEvent::Fenced(FenceProof::new(grant, how));
                     events.extend(hows.into_iter().map(proof));
                 }
@@ -217,10 +227,10 @@ impl GpunetioEngine {
                 events.push(done);
                 return false;
             };
-            let (mut holding, mut never) = (Vec::new(), false);
+            let (mut holding, mut never) = (Vec::new(), None);
             if let Side::Sender { lanes, grants, .. } = &mut link.side {
                 holding.extend((0..lanes.len()).filter(|&n| lanes[n].holds(q.grant)));
-                never = holding.iter().any(|&n| lanes[n].holds_for_ever());
+                never = holding.iter().find_map(|&n| Some((n, lanes[n].holds_for_ever()?)));
                 if holding.is_empty() {
                     grants.remove(&q.grant);
                 }
@@ -229,26 +239,29 @@ impl GpunetioEngine {
                 events.push(done);
                 return false;
             }
-            if never {
-                let why = "a grant cannot be quiesced: a NIC was lost that may still read its pages";
+            if let Some((lane, queue_pair)) = never {
+                let hca = &hands.rails[hands.rail_of(lane)].hca;
+                let why =
+                    "a grant cannot be quiesced: a NIC was lost that may still read its pages";
                 let why = Error::new(ErrorKind::Quarantined, why)
                     .with("grant", q.grant)
+                    .with("nic", &hca.about().name)
+                    .with("socket", hca.socket())
+                    .with("queue_pair", format!("{queue_pair:#x}"))
                     .with("peer", &link.peer)
                     .hint("its source blocks stay withheld until the worker is started again");
                 events.push(EngineEvent::Trouble(why));
                 return false;
             }
             if now >= q.deadline {
-                let why = Error::new(
-                    ErrorKind::DeadlineExceeded,
-                    "what was posted for a grant did not complete in time; its queue pair was destroyed",
-                )
-                .with("grant", q.grant)
-                .with("peer", &link.peer)
-                .with("limit_ms", limits::QUIESCE_MS)
-                .to_refusal();
                 for n in holding {
-                    hands.outbound(now, link, n, events, |lane, turn| lane.down(turn, &why, true));
+                    hands.outbound(now, link, n, events, |lane, turn| {
+                        // Others are on their way out.
+                        if lane.connection().is_some() {
+                            let why = late(q.grant, turn.peer);
+                            lane.down(turn, &why, true);
+                        }
+                    });
                 }
             }
             true

@@ -12,12 +12,12 @@ use kvlane_proto::{
 };
 
 use super::keys::Keys;
-use super::rail::{Access, Rail};
+use super::rail::{Access, Rail, named};
 use super::receiver::{self, Ended, Inbound, Invitation};
 use super::sender::{self, Outbound};
 use super::wire::{Blob, Message};
-use super::{GpunetioEngine, Settings, tell};
-use crate::emulated::client::{About, Rights};
+use super::{GpunetioEngine, tell};
+use crate::emulated::client::Rights;
 use crate::engine::EngineEvent;
 use crate::engine::redial::Jitter;
 use crate::engine::refusals::{no_link, was_reset};
@@ -51,11 +51,16 @@ pub(super) struct Link {
     pub(super) access: Vec<Option<Access>>,
     pub(super) side: Side,
     pub(super) over: bool,
+    /// A message that was refused has been told, a queue pair that could not be made logged: more of
+    /// either are only counted, as the peer could send them without end.
+    pub(super) complained: bool,
+    pub(super) warned: bool,
 }
 
 /// What lanes work with.
 pub(super) struct Hands {
-    pub(super) settings: Settings,
+    /// Of a sender's ring.
+    pub(super) entries: u32,
     pub(super) rails: Vec<Rail>,
     pub(super) jitter: Jitter,
     /// Numbers the receiver's queue pairs.
@@ -65,6 +70,10 @@ pub(super) struct Hands {
 }
 
 impl Hands {
+    /// The rail of a sender's lane.
+    pub(super) fn rail_of(&self, lane: usize) -> usize {
+        lane % self.rails.len()
+    }
     /// The turn of a sending lane, if it is one.
     pub(super) fn outbound<T: Default>(
         &mut self,
@@ -74,14 +83,14 @@ impl Hands {
         events: &mut Vec<EngineEvent>,
         act: impl FnOnce(&mut Outbound, &mut sender::Turn<'_>) -> T,
     ) -> T {
-        let rail = nth % self.rails.len();
+        let rail = self.rail_of(nth);
         let Side::Sender { lanes, remote, .. } = &mut link.side else { return T::default() };
         let (Some(lane), Some(remote)) = (lanes.get_mut(nth), remote.get(rail)) else {
             return T::default();
         };
         let mut turn = sender::Turn {
             now,
-            settings: self.settings,
+            entries: self.entries,
             peer: &link.peer,
             rail: &mut self.rails[rail],
             access: link.access.get(rail).and_then(Option::as_ref),
@@ -109,6 +118,7 @@ impl Hands {
             rails: &mut self.rails,
             access: &link.access,
             over: link.over,
+            warned: &mut link.warned,
             serial: &mut self.serial,
             ended: &mut self.ended,
             events,
@@ -159,7 +169,7 @@ impl GpunetioEngine {
         if access.iter().all(Option::is_none) {
             return Err(self.hands.rails.first().map_or_else(
                 || Error::new(ErrorKind::Internal, "the engine has no NIC"),
-                |rail| rail.lost().into(),
+                Rail::lost,
             ));
         }
         let side = if receiver {
@@ -168,21 +178,21 @@ impl GpunetioEngine {
             let remote = vec![Keys::default(); self.hands.rails.len()];
             Side::Sender { lanes: Vec::new(), remote, grants: HashMap::new() }
         };
-        self.links.insert(id, Link { peer, lanes, access, side, over: false });
-        let nics = self.hands.rails.iter().map(|rail| rail.hca.about().clone()).collect();
-        Ok(Blob { lanes, nics }.encode())
+        let (over, complained, warned) = (false, false, false);
+        self.links.insert(id, Link { peer, lanes, access, side, over, complained, warned });
+        let rails = &self.hands.rails;
+        let nics = rails.iter().map(|rail| rail.hca.about().clone()).collect();
+        let bit = |(nth, rail): (usize, &Rail)| u16::from(rail.hca.is_lost()) << nth;
+        let lost = rails.iter().enumerate().map(bit).sum();
+        Ok(Blob { lanes, nics, lost }.encode())
     }
 
     pub(super) fn connect(&mut self, now: Time, id: LinkId, remote: &[u8]) -> Result<()> {
         let link = self.links.get_mut(&id).filter(|l| !l.over).ok_or_else(|| no_link(id))?;
         let blob = Blob::decode(remote).map_err(|e| e.with("peer", &link.peer))?;
-        let named = |nics: &mut dyn Iterator<Item = &About>| {
-            let each: Vec<_> = nics.map(|nic| format!("{} {:#x}", nic.name, nic.guid)).collect();
-            each.join(", ")
-        };
-        let theirs = named(&mut blob.nics.iter());
+        let theirs = named(&blob.nics);
         if blob.nics.len() != self.hands.rails.len() {
-            let ours = named(&mut self.hands.rails.iter().map(|rail| rail.hca.about()));
+            let ours = named(self.hands.rails.iter().map(|rail| rail.hca.about()));
             return Err(Error::new(
                 ErrorKind::Config,
                 "gpunetio engine: the two workers have different numbers of NICs",
@@ -192,6 +202,22 @@ impl GpunetioEngine {
             .with("peer", &link.peer)
             .hint("give both workers the same NICs"));
         }
+        let lacks = |rail: &Rail| {
+            let about = rail.hca.about();
+            !rail.hca.is_lost() && blob.nics.iter().all(|nic| nic.guid != about.guid)
+        };
+        let lacking = || self.hands.rails.iter().filter(|rail| lacks(rail));
+        let why = Error::new(ErrorKind::NoPath, "the peer does not have the lane's NIC")
+            .with("asked", named(lacking().map(|rail| rail.hca.about())))
+            .with("known", &theirs)
+            .with("peer", &link.peer)
+            .hint("give both workers the same NICs");
+        // One side may have been started again with a new NIC in place of one that the other has lost:
+        // the link goes on over the others. Anything else will never come up.
+        if lacking().count() > blob.lost.count_ones() as usize {
+            return Err(why);
+        }
+        let why = why.to_refusal();
         let Side::Sender { lanes, .. } = &mut link.side else { return Ok(()) };
         if !lanes.is_empty() {
             return Err(Error::new(ErrorKind::Internal, "link connected twice").with("link", id.0));
@@ -200,26 +226,34 @@ impl GpunetioEngine {
         lanes.extend((0..count).map(|n| Outbound::new(id, LaneId(n))));
         let Self { hands, outbox, .. } = self;
         for n in 0..usize::from(count) {
-            let about = hands.rails[n % hands.rails.len()].hca.about();
-            if blob.nics.iter().any(|nic| nic.guid == about.guid) {
-                continue;
+            if lacks(&hands.rails[hands.rail_of(n)]) {
+                hands.outbound(now, link, n, outbox, |lane, turn| lane.die(turn, &why));
             }
-            let why = Error::new(ErrorKind::NoPath, "the peer does not have the lane's NIC")
-                .with("asked", format!("{} {:#x}", about.name, about.guid))
-                .with("known", &theirs)
-                .with("peer", &link.peer)
-                .hint("give both workers the same NICs")
-                .to_refusal();
-            hands.outbound(now, link, n, outbox, |lane, turn| lane.die(turn, &why));
         }
         Ok(())
     }
 
-    /// What the peer's engine said.
+    /// What the peer's engine said. What is refused is told once a link.
     pub(super) fn told(&mut self, now: Time, id: LinkId, message: &[u8]) -> Result<()> {
-        let Some(link) = self.links.get_mut(&id).filter(|link| !link.over) else {
-            return Err(no_link(id));
-        };
+        if self.links.get(&id).is_none_or(|link| link.over) {
+            // The peer may not know yet.
+            metrics::counter!("kvlane_gpunetio_stale_messages_total", "what" => "link")
+                .increment(1);
+            return Ok(());
+        }
+        let heard = self.heard(now, id, message);
+        let Some(e) = heard.err() else { return Ok(()) };
+        metrics::counter!("kvlane_gpunetio_refused_messages_total").increment(1);
+        let told =
+            self.links.get_mut(&id).is_some_and(|l| std::mem::replace(&mut l.complained, true));
+        if told {
+            Ok(())
+        } else {
+            Err(e.hint("run the same release on both workers; more of this link is only counted"))
+        }
+    }
+    fn heard(&mut self, now: Time, id: LinkId, message: &[u8]) -> Result<()> {
+        let link = self.links.get_mut(&id).ok_or_else(|| no_link(id))?;
         let message = Message::decode(message).map_err(|e| e.with("peer", &link.peer))?;
         let Self { hands, outbox, .. } = self;
         let wrong = |what: &str| {
@@ -242,7 +276,7 @@ impl GpunetioEngine {
                 }
             }
             (Side::Sender { lanes, remote, .. }, message) if lane < lanes.len() => {
-                let nth = lane % hands.rails.len();
+                let nth = hands.rail_of(lane);
                 if let Message::Paired { regions, .. } = &message {
                     remote[nth] = Keys::new(regions.clone());
                 }
@@ -342,18 +376,25 @@ impl GpunetioEngine {
                 continue;
             }
             (rail.mourned, moved) = (true, true);
+            let mut lanes_lost = 0;
             metrics::counter!("kvlane_gpunetio_nics_lost_total").increment(1);
-            let why = rail.lost();
+            let trouble = rail.lost().with("rail", nth);
+            let why = rail.lost().to_refusal();
             for link in links.values_mut() {
                 match &link.side {
                     Side::Sender { lanes, .. } => {
-                        for n in (nth..lanes.len()).step_by(hands.rails.len()) {
+                        for n in (0..lanes.len())
+                            .filter(|n| hands.rail_of(*n) == nth)
+                            .collect::<Vec<_>>()
+                        {
+                            lanes_lost += 1;
                             hands.outbound(now, link, n, events, |lane, turn| lane.die(turn, &why));
                         }
                     }
                     Side::Receiver { lanes } => {
                         let on_it = |n: &usize| lanes[*n].rail() == Some(nth);
                         for n in (0..lanes.len()).filter(on_it).collect::<Vec<_>>() {
+                            lanes_lost += 1;
                             hands.inbound(now, link, n, events, |lane, turn| lane.die(turn, &why));
                         }
                     }
@@ -361,6 +402,7 @@ impl GpunetioEngine {
                 // The NIC keeps what it has.
                 link.access[nth] = None;
             }
+            events.push(EngineEvent::Trouble(trouble.with("lanes_lost", lanes_lost)));
         }
         moved
     }
@@ -371,7 +413,7 @@ impl GpunetioEngine {
             link.over
                 && match &link.side {
                     Side::Sender { lanes, .. } => {
-                        lanes.iter().all(|lane| lane.is_over() && !lane.holds_for_ever())
+                        lanes.iter().all(|lane| lane.is_over() && lane.holds_for_ever().is_none())
                     }
                     Side::Receiver { lanes } => lanes.iter().all(Inbound::is_over),
                 }

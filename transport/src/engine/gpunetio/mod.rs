@@ -24,16 +24,22 @@
 //! 4. What a NIC may still read or write (pages, rings, doorbells, the words of credit) is kept until
 //!    the NIC has said that it does not: for ever, if it is lost.
 //! 5. Whatever a peer says or writes is checked: a lie costs its lane.
+//!
+//! A NIC is asked, and its answer waited for, on the engine's thread: one that hangs stops the engine,
+//! its other NICs and links included, once and for up to [`ANSWER`](crate::emulated::client::ANSWER); then it is lost, and asked no more.
 
 mod ends;
 mod grants;
+#[doc(hidden)]
 pub mod keys;
 mod link;
 mod pair;
+#[doc(hidden)]
 pub mod post;
 mod rail;
 mod receiver;
 mod sender;
+#[doc(hidden)]
 pub mod wire;
 
 use std::collections::BTreeMap;
@@ -87,12 +93,6 @@ impl GpunetioConfig {
     }
 }
 
-/// What lanes know of the configuration.
-#[derive(Clone, Copy)]
-struct Settings {
-    entries: u32,
-}
-
 fn tell(events: &mut Vec<EngineEvent>, link: LinkId, message: &Message) {
     events.push(EngineEvent::Tell { link, message: message.encode() });
 }
@@ -133,13 +133,13 @@ impl GpunetioEngine {
         }
         let mut rails: Vec<Rail> = Vec::new();
         for nic in &nics {
-            let hca = Hca::open(nic).map_err(|e| e.with("nic", nic))?;
+            let hca = Hca::open(nic)?;
             let about = hca.about();
             if let Some(same) = rails.iter().find(|r| r.hca.about().guid == about.guid) {
                 return Err(refused("a NIC is named twice")
-                    .with("nic", nic)
+                    .with("socket", nic)
+                    .with("other", same.hca.socket())
                     .with("name", &about.name)
-                    .with("other", &same.hca.about().name)
                     .with("guid", format!("{:#x}", about.guid))
                     .hint("name each NIC once"));
             }
@@ -147,7 +147,7 @@ impl GpunetioEngine {
         }
         Ok(Self {
             hands: Hands {
-                settings: Settings { entries },
+                entries,
                 rails,
                 jitter: Jitter::new(random()),
                 serial: 0,
@@ -223,9 +223,7 @@ impl Engine for GpunetioEngine {
                 }
                 Ok(())
             }
-            Command::Told { link, message } => self.told(now, link, &message).inspect_err(|_| {
-                metrics::counter!("kvlane_gpunetio_refused_messages_total").increment(1);
-            }),
+            Command::Told { link, message } => self.told(now, link, &message),
             Command::Close { link } => {
                 self.close(now, link);
                 Ok(())
@@ -305,7 +303,7 @@ impl Drop for GpunetioEngine {
             match link.side {
                 Side::Sender { lanes, .. } => {
                     for (n, lane) in lanes.into_iter().enumerate() {
-                        let rail = n % self.hands.rails.len();
+                        let rail = self.hands.rail_of(n);
                         leaving.extend(
                             lane.end(began, &mut self.hands.rails[rail]).map(|left| (rail, left)),
                         );
@@ -329,6 +327,12 @@ impl Drop for GpunetioEngine {
             });
             leaving = each.collect();
             std::thread::yield_now();
+        }
+        for (rail, left) in &leaving {
+            let hca = &self.hands.rails[*rail].hca;
+            let (nic, socket) = (&hca.about().name, hca.socket());
+            let (queue_pair, limit_ms) = (left.number(), LAST_FLUSH_MS);
+            tracing::error!(nic, %socket, queue_pair, limit_ms, "not flushed at the engine's end: what its NIC has taken may still land");
         }
     }
 }

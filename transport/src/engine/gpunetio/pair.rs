@@ -45,6 +45,14 @@ impl Leaving {
             }
         }
     }
+    /// As [`Leaving::begin`], where the engine ends.
+    pub(super) fn last(now: Time, hca: &mut Hca, pair: QueuePair) -> Option<Self> {
+        let number = pair.number;
+        let log = |why: &Refusal| {
+            tracing::error!(queue_pair = number, %why, "not flushed at the engine's end: what its NIC has taken may still land");
+        };
+        Self::begin(now, hca, pair).inspect_err(log).ok()
+    }
     /// Whether nothing can land through it any more; what came before that goes to `each`.
     pub(super) fn is_flushed(&mut self, mut each: impl FnMut(&What)) -> bool {
         for _ in 0..COMPLETIONS_PER_TURN {
@@ -83,15 +91,23 @@ impl Leaving {
         Some(
             Error::new(ErrorKind::DeadlineExceeded, why)
                 .with("nic", &hca.about().name)
+                .with("socket", hca.socket())
                 .with("queue_pair", format!("{:#x}", self.pair.number))
                 .with("limit_ms", limits::FENCE_MS)
-                .hint("its blocks are withheld until it does; see the NIC's log"),
+                .hint(format!(
+                    "its blocks are withheld until it does; see `{}`",
+                    hca.trace_command()
+                )),
         )
     }
     /// Ready to sleep: asks for an event, and says when to look again in any case.
     pub(super) fn park(&mut self) -> Option<Time> {
         self.pair.completions.arm();
         if self.pair.completions.is_ready() || self.flushed { Some(Time(0)) } else { self.late_at }
+    }
+    /// Which it is.
+    pub(super) fn number(&self) -> u32 {
+        self.pair.number
     }
     /// Gives it to a NIC that is lost: its memory is kept.
     pub(super) fn lose(self, hca: &mut Hca) {
@@ -102,14 +118,15 @@ impl Leaving {
 fn failed(hca: &Hca, e: &Error) -> Refusal {
     Error::new(ErrorKind::NoPath, "the NIC did not take a queue pair down")
         .with("nic", &hca.about().name)
+        .with("socket", hca.socket())
         .with("found", e)
-        .hint("blocks that it may still write are withheld; start the worker again")
+        .hint("blocks that it may still read or write are withheld until the worker is restarted")
         .to_refusal()
 }
 
 /// What is told of a fault besides what the NIC says.
 pub(super) struct Scene<'a> {
-    pub(super) nic: &'a str,
+    pub(super) hca: &'a Hca,
     pub(super) number: u32,
     pub(super) end: Peer,
     pub(super) peer: &'a WorkerKey,
@@ -119,34 +136,40 @@ impl Scene<'_> {
     /// A refusal in which everything is named.
     pub(super) fn error(&self, kind: ErrorKind, what: &str) -> Error {
         Error::new(kind, what)
-            .with("nic", self.nic)
+            .with("nic", &self.hca.about().name)
+            .with("socket", self.hca.socket())
             .with("queue_pair", format!("{:#x}", self.number))
             .with("peer_queue_pair", format!("{:#x}", self.end.number))
             .with("peer", self.peer)
     }
     /// The first error completion of a queue pair.
     pub(super) fn fault(&self, fault: Fault) -> Error {
+        let trace = self.hca.trace_command();
         let (kind, hint) = match fault.syndrome {
             Syndrome::TRANSPORT_RETRIES => (
                 ErrorKind::PeerLost,
-                "the peer's queue pair or NIC does not answer: see its log, and the path between",
+                format!("the peer's queue pair or NIC does not answer: see `{trace}`"),
             ),
             Syndrome::RNR_RETRIES => (
                 ErrorKind::NoPath,
-                "the receiver had no receive posted, which credit should prevent: report it",
+                "the receiver had no receive posted, which credit should prevent: report it".into(),
             ),
             Syndrome::REMOTE_ACCESS => (
                 ErrorKind::NoPath,
-                "the receiver's NIC does not let this range be written: its pool may be gone",
+                "the receiver's NIC does not let this range be written: its pool may be gone"
+                    .into(),
             ),
             Syndrome::LOCAL_PROTECTION | Syndrome::LOCAL_ACCESS => {
-                (ErrorKind::NoPath, "this side's NIC cannot read the range: its pool may be gone")
+                let hint = "this side's NIC cannot read the range: its pool may be gone";
+                (ErrorKind::NoPath, hint.into())
             }
             Syndrome::FLUSHED => (
                 ErrorKind::NoPath,
-                "the queue pair was in error before anything of it failed: see the NIC's log",
+                format!("the queue pair was in error before anything of it failed: see `{trace}`"),
             ),
-            _ => (ErrorKind::NoPath, "the lane is made again; if it recurs, see the NIC's log"),
+            _ => {
+                (ErrorKind::NoPath, format!("the lane is made again; if it recurs, see `{trace}`"))
+            }
         };
         self.error(kind, "the NIC reports an error on the lane")
             .with("syndrome", fault.syndrome.name())

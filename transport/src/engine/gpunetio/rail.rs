@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
-use kvlane_proto::{Error, ErrorKind, Refusal, Result};
+use kvlane_proto::{Error, ErrorKind, Result};
 
 use super::keys::Keys;
 use super::wire::Opened;
-use crate::emulated::client::{Domain, Hca, Key, Rights};
+use crate::emulated::client::{About, Domain, Hca, Key, LOST, Rights};
 use crate::memory::Region;
 
 /// A NIC.
@@ -25,14 +25,20 @@ impl Rail {
         Self { hca, mourned: false }
     }
     /// Why nothing goes over it.
-    pub(super) fn lost(&self) -> Refusal {
+    pub(super) fn lost(&self) -> Error {
         let about = self.hca.about();
         Error::new(ErrorKind::NoPath, "the NIC is lost")
             .with("nic", &about.name)
+            .with("socket", self.hca.socket())
             .with("guid", format!("{:#x}", about.guid))
-            .hint("its lanes stay down until the worker is started again with a NIC that answers")
-            .to_refusal()
+            .hint(LOST)
     }
+}
+
+/// NICs as they are told to people.
+pub(super) fn named<'a>(nics: impl IntoIterator<Item = &'a About>) -> String {
+    let each = nics.into_iter().map(|nic| format!("{} {:#x}", nic.name, nic.guid));
+    each.collect::<Vec<_>>().join(", ")
 }
 
 /// What one link may reach through one NIC.

@@ -18,10 +18,10 @@ use kvlane_proto::{
 
 use super::pair::{COMPLETIONS_PER_TURN, Leaving, Scene};
 use super::post::{check, decode};
-use super::rail::{Access, Rail};
+use super::rail::{Access, Rail, named};
 use super::wire::Message;
 use super::{CREDIT, RECEIVES, tell};
-use crate::emulated::client::{Key, Peer, QueuePair};
+use crate::emulated::client::{Hca, Key, Peer, QueuePair};
 use crate::engine::EngineEvent;
 use crate::mlx5::completion::What;
 use crate::mlx5::entry::encode;
@@ -45,6 +45,8 @@ pub(super) struct Turn<'a> {
     pub(super) access: &'a [Option<Access>],
     /// The link is over: nothing is said, and no queue pair is made.
     pub(super) over: bool,
+    /// A queue pair that could not be made has been logged: others of the link are counted only.
+    pub(super) warned: &'a mut bool,
     /// Numbers the queue pairs of the engine.
     pub(super) serial: &'a mut u64,
     pub(super) ended: &'a mut Vec<Ended>,
@@ -92,8 +94,8 @@ struct About {
 }
 
 impl About {
-    fn scene<'a>(&self, nic: &'a str, peer: &'a WorkerKey) -> Scene<'a> {
-        Scene { nic, number: self.number, end: self.end, peer }
+    fn scene<'a>(&self, hca: &'a Hca, peer: &'a WorkerKey) -> Scene<'a> {
+        Scene { hca, number: self.number, end: self.end, peer }
     }
     /// The grant that an immediate is of.
     fn account(&self, number: u32) -> Option<(GrantId, PartId)> {
@@ -408,23 +410,24 @@ impl Inbound {
             let why = e.with("lane", self.lane.0).to_refusal();
             metrics::counter!("kvlane_gpunetio_refused_pairs_total", "why" => why.kind.code())
                 .increment(1);
-            tracing::warn!(link = self.link.0, %why, "a lane did not come up");
+            if !std::mem::replace(turn.warned, true) {
+                let (link, peer) = (self.link.0, turn.peer);
+                tracing::warn!(link, %peer, %why, "a lane did not come up; others of the link are only counted");
+            }
             self.say_broken(turn, &why);
         }
         true
     }
     fn make(&mut self, turn: &mut Turn<'_>, invitation: &Invitation) -> Result<()> {
         let Invitation { epoch, guid, end, credit } = *invitation;
-        let named = |r: &Rail| format!("{} {:#x}", r.hca.about().name, r.hca.about().guid);
         let Some(rail) = turn.rails.iter().position(|r| r.hca.about().guid == guid) else {
-            let have: Vec<_> = turn.rails.iter().map(named).collect();
             return Err(Error::new(ErrorKind::NoPath, "the receiver does not have this NIC")
                 .with("asked", format!("{guid:#x}"))
-                .with("known", have.join(", "))
+                .with("known", named(turn.rails.iter().map(|rail| rail.hca.about())))
                 .hint("give both workers the same NICs"));
         };
         let Some(access) = turn.access.get(rail).and_then(Option::as_ref) else {
-            return Err(turn.rails[rail].lost().into());
+            return Err(turn.rails[rail].lost());
         };
         let hca = &mut turn.rails[rail].hca;
         let mut pair = hca.queue_pair(access.domain, ENTRIES, RECEIVES)?;
@@ -498,8 +501,7 @@ impl Inbound {
     /// Takes what has arrived.
     fn take(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
         let State::Up { pair, about } = &mut self.state else { return Ok(false) };
-        let nic = &turn.rails[about.rail].hca.about().name;
-        let scene = about.scene(nic, turn.peer);
+        let scene = about.scene(&turn.rails[about.rail].hca, turn.peer);
         let foreign = |number, about: &About| foreign(&scene, number, &about.bound).to_refusal();
         if let Some(&number) = about.early.first()
             && !about.bound.is_empty()
@@ -551,7 +553,7 @@ impl Inbound {
             bytes[..8].copy_from_slice(&about.taken.to_ne_bytes());
             let operation =
                 Operation::Write { to: about.credit, data: Data::Inline { len: 8, bytes } };
-            let what = Decoded { operation, signalled: true, fence: false };
+            let what = Decoded::new(operation, true);
             let entry = encode(pair.sends.next() as u16, pair.number, &what);
             if pair.sends.push(&entry) {
                 pair.sends.ring();
@@ -565,7 +567,7 @@ impl Inbound {
     pub(super) fn end(self, now: Time, rails: &mut [Rail]) -> Option<(usize, Leaving)> {
         match self.state {
             State::Paired { pair, about, .. } | State::Up { pair, about } => {
-                let leaving = Leaving::begin(now, &mut rails[about.rail].hca, pair).ok()?;
+                let leaving = Leaving::last(now, &mut rails[about.rail].hca, pair)?;
                 Some((about.rail, leaving))
             }
             State::Leaving { leaving, about } => Some((about.rail, leaving)),

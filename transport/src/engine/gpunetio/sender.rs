@@ -22,7 +22,7 @@ use super::pair::{COMPLETIONS_PER_TURN, Leaving, Scene};
 use super::post::{Poster, Rest, Unknown, immediate};
 use super::rail::{Access, Rail};
 use super::wire::Message;
-use super::{RECEIVES, Settings, tell};
+use super::{RECEIVES, tell};
 use crate::emulated::client::{Key, Peer, QueuePair};
 use crate::engine::EngineEvent;
 use crate::engine::redial::Jitter;
@@ -39,7 +39,8 @@ const CREDIT_LOOK_MS: u64 = 1;
 /// What a lane works with while it has its turn.
 pub(super) struct Turn<'a> {
     pub(super) now: Time,
-    pub(super) settings: Settings,
+    /// Of a ring.
+    pub(super) entries: u32,
     pub(super) peer: &'a WorkerKey,
     pub(super) rail: &'a mut Rail,
     pub(super) access: Option<&'a Access>,
@@ -120,7 +121,7 @@ enum State {
     /// What was posted may still be read and land.
     Leaving { leaving: Leaving, credit: Credit, held: Vec<Flight> },
     /// For good. What is held may be read by a NIC that was lost; nobody will ever know.
-    Dead { held: Vec<Flight>, _credit: Option<Credit> },
+    Dead { held: Vec<Flight>, number: u32, _credit: Option<Credit> },
 }
 
 /// One lane of a link.
@@ -199,9 +200,12 @@ impl Outbound {
     pub(super) fn holds(&self, grant: GrantId) -> bool {
         self.held().any(|task| task.grant == grant)
     }
-    /// Whether that can never end.
-    pub(super) fn holds_for_ever(&self) -> bool {
-        matches!(&self.state, State::Dead { held, .. } if !held.is_empty())
+    /// The queue pair with which that can never end.
+    pub(super) fn holds_for_ever(&self) -> Option<u32> {
+        match &self.state {
+            State::Dead { held, number, .. } if !held.is_empty() => Some(*number),
+            _ => None,
+        }
     }
     /// A grant with pages in `region` that may still be read.
     pub(super) fn uses(&self, region: &Region) -> Option<GrantId> {
@@ -238,10 +242,10 @@ impl Outbound {
             tell(turn.events, self.link, &Message::Broken { lane, epoch, why });
         }
         self.report(turn, why);
-        let held = self.let_go();
+        let (held, number) = (self.let_go(), pair.number);
         self.state = match Leaving::begin(turn.now, &mut turn.rail.hca, pair) {
             Ok(leaving) => State::Leaving { leaving, credit, held },
-            Err(lost) => self.dead(turn, lost, credit, held),
+            Err(lost) => self.dead(turn, lost, (held, number), credit),
         };
     }
     /// The NIC is lost, or the peer does not have it.
@@ -252,31 +256,33 @@ impl Outbound {
         let mut held = self.let_go();
         let state = std::mem::replace(&mut self.state, State::Waiting { until: turn.now });
         let hca = &mut turn.rail.hca;
-        let credit = match state {
+        let (number, credit) = match state {
             State::Pairing { pair, credit, .. } | State::Up { pair, credit, .. } => {
+                let number = pair.number;
                 // Its memory is kept where the NIC may still use it.
                 let _ = hca.destroy(pair);
-                Some(credit)
+                (number, Some(credit))
             }
             State::Leaving { leaving, credit, held: more } => {
+                let number = leaving.number();
                 leaving.lose(hca);
                 held.extend(more);
-                Some(credit)
+                (number, Some(credit))
             }
-            State::Waiting { .. } => None,
+            State::Waiting { .. } => (0, None),
             dead @ State::Dead { .. } => return self.state = dead,
         };
-        self.state = State::Dead { held, _credit: credit };
+        self.state = State::Dead { held, number, _credit: credit };
     }
     fn dead(
         &mut self,
         turn: &mut Turn<'_>,
         why: Refusal,
+        (held, number): (Vec<Flight>, u32),
         credit: Credit,
-        held: Vec<Flight>,
     ) -> State {
         turn.events.push(EngineEvent::Trouble(Error::from(why).with("lane", self.lane.0)));
-        State::Dead { held, _credit: Some(credit) }
+        State::Dead { held, number, _credit: Some(credit) }
     }
     /// Once an outage is enough.
     fn report(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
@@ -337,7 +343,7 @@ impl Outbound {
         let moved = match &mut self.state {
             State::Waiting { until } if turn.over || turn.now < *until => return false,
             State::Waiting { .. } if turn.access.is_none() => {
-                let why = turn.rail.lost();
+                let why = turn.rail.lost().to_refusal();
                 self.die(turn, &why);
                 return true;
             }
@@ -406,13 +412,13 @@ impl Outbound {
         Ok(true)
     }
     fn make(&self, turn: &mut Turn<'_>) -> Result<(QueuePair, Credit)> {
-        let Some(access) = turn.access else { return Err(turn.rail.lost().into()) };
+        let Some(access) = turn.access else { return Err(turn.rail.lost()) };
         let hca = &mut turn.rail.hca;
         let word = Arc::new(Words::new(1, false).map_err(|e| {
             Error::new(ErrorKind::Memory, "no shared memory for a lane's credit").caused_by(e)
         })?);
         let (key, address) = hca.register_words(access.domain, &word)?;
-        match hca.queue_pair(access.domain, turn.settings.entries, RECEIVES) {
+        match hca.queue_pair(access.domain, turn.entries, RECEIVES) {
             Ok(pair) => Ok((pair, Credit { word, key, address, sent: 0, taken: 0 })),
             Err(e) => {
                 let _ = hca.deregister(key);
@@ -433,7 +439,7 @@ impl Outbound {
         }
         let state = std::mem::replace(&mut self.state, State::Waiting { until: turn.now });
         let State::Leaving { leaving, credit, held } = state else { return false };
-        let hca = &mut turn.rail.hca;
+        let (hca, number) = (&mut turn.rail.hca, leaving.number());
         match leaving.end(hca) {
             Ok(Some(leaving)) => {
                 self.state = State::Leaving { leaving, credit, held };
@@ -445,7 +451,7 @@ impl Outbound {
                 }
                 self.wait(turn);
             }
-            Err(lost) => self.state = self.dead(turn, lost, credit, held),
+            Err(lost) => self.state = self.dead(turn, lost, (held, number), credit),
         }
         true
     }
@@ -480,8 +486,8 @@ impl Outbound {
         }
         let Some(bad) = bad else { return Ok(moved) };
         // The first one: those behind it only say that the queue pair is in error.
-        let nic = &turn.rail.hca.about().name;
-        let scene = Scene { nic, number: pair.number, end: *end, peer: turn.peer };
+        let hca = &turn.rail.hca;
+        let scene = Scene { hca, number: pair.number, end: *end, peer: turn.peer };
         let index = match bad {
             Ok(Completion { what: What::SendFailed(_), index, .. }) => pair.sends.completed(index),
             _ => None,
@@ -515,7 +521,7 @@ impl Outbound {
             sends: &mut pair.sends,
             local: access.keys().look(),
             remote: turn.remote.look(),
-            signal_mask: u64::from(turn.settings.entries / 4 - 1),
+            signal_mask: u64::from(turn.entries / 4 - 1),
         };
         let number = |task: &Task| immediate(task.grant, task.part);
         let (mut current, posted) = match self.current.take() {
@@ -556,7 +562,7 @@ impl Outbound {
         }
         if dropped {
             // So that its entries are known to have completed.
-            let nop = Decoded { operation: Operation::Nop, signalled: true, fence: false };
+            let nop = Decoded::new(Operation::Nop, true);
             if !pair.sends.push(&encode(next as u16, pair.number, &nop)) {
                 self.current = Some(current);
                 return Ok(false);
@@ -577,7 +583,7 @@ impl Outbound {
     pub(super) fn end(self, now: Time, rail: &mut Rail) -> Option<Leaving> {
         match self.state {
             State::Pairing { pair, .. } | State::Up { pair, .. } => {
-                Leaving::begin(now, &mut rail.hca, pair).ok()
+                Leaving::last(now, &mut rail.hca, pair)
             }
             State::Leaving { leaving, .. } => Some(leaving),
             State::Waiting { .. } | State::Dead { .. } => None,

@@ -4,7 +4,7 @@
 //! bounded and exact: what decodes encodes to the same bytes again.
 //!
 //! ```text
-//! blob      version u8 = 1 | lanes u16 | n u8 | n × (guid u64 | length u8 | name)
+//! blob      version u8 = 1 | lanes u16 | lost u16 | n u8 | n × (guid u64 | length u8 | name)
 //! pair      1 | lane u16 | epoch u64 | guid u64 | end | credit address u64 | credit key u32
 //! paired    2 | lane u16 | epoch u64 | end | receives u32 | regions
 //! up        3 | lane u16 | epoch u64
@@ -14,11 +14,13 @@
 //! regions   n u16 | n × (address u64 | bytes u64 | key u32)
 //! ```
 //!
-//! All integers are little endian.
+//! All integers are little endian. A NIC's bit in `lost` is set if the side has lost it.
 
 use kvlane_proto::{Error, ErrorKind, Result, limits};
 
 use crate::emulated::client::{About, Key, Peer};
+use crate::emulated::control::cut;
+use crate::mlx5::RECEIVES_MAX;
 
 /// Version of blob and messages.
 pub const VERSION: u8 = 1;
@@ -26,14 +28,13 @@ pub const VERSION: u8 = 1;
 pub const RAILS_MAX: usize = 16;
 /// Most regions of a receiver.
 pub const REGIONS_MAX: usize = 512;
-/// Most receives that a receiver may say it posts.
-pub const RECEIVES_MAX: u32 = 1 << 15;
 /// Longest text of [`Message::Broken`].
 pub const WHY_BYTES_MAX: usize = limits::REFUSAL_TEXT_BYTES_MAX;
 /// Numbers of queue pairs and of packets have 24 bits.
 const NUMBER_MAX: u32 = (1 << 24) - 1;
 
-const _: () = assert!(3 + 1 + RAILS_MAX * (9 + limits::NAME_BYTES_MAX) <= limits::BLOB_BYTES_MAX);
+const _: () = assert!(RAILS_MAX <= u16::BITS as usize);
+const _: () = assert!(5 + 1 + RAILS_MAX * (9 + limits::NAME_BYTES_MAX) <= limits::BLOB_BYTES_MAX);
 const _: () = assert!(64 + REGIONS_MAX * 20 <= limits::ENGINE_MESSAGE_BYTES_MAX);
 
 /// What the peer's engine needs before queue pairs are made.
@@ -43,6 +44,8 @@ pub struct Blob {
     pub lanes: u16,
     /// Its NICs, by rail.
     pub nics: Vec<About>,
+    /// Those that it has lost, a bit for each rail.
+    pub lost: u16,
 }
 
 /// Where the receiver's memory is, and the key that opens it to one link.
@@ -216,12 +219,6 @@ fn put_regions(out: &mut Vec<u8>, regions: &[Opened]) {
     }
 }
 
-/// The front of `text` that fits, cut between characters.
-fn cut(text: &str, most: usize) -> &str {
-    let fits = |&at: &usize| text.is_char_boundary(at);
-    &text[..(0..=most.min(text.len())).rev().find(fits).unwrap_or(0)]
-}
-
 impl Blob {
     /// The bytes.
     pub fn encode(&self) -> Vec<u8> {
@@ -229,6 +226,7 @@ impl Blob {
         let nics = &self.nics[..self.nics.len().min(RAILS_MAX)];
         let mut out = vec![VERSION];
         out.extend(self.lanes.to_le_bytes());
+        out.extend(self.lost.to_le_bytes());
         out.push(nics.len() as u8);
         for nic in nics {
             let name = cut(&nic.name, limits::NAME_BYTES_MAX);
@@ -260,11 +258,17 @@ impl Blob {
                 .with("found", lanes)
                 .with("limit", limits::LANES_PER_LINK_MAX));
         }
+        let lost = from.u16()?;
         let count = usize::from(from.u8()?);
         if count == 0 || count > RAILS_MAX {
             return Err(malformed("number of NICs is out of range")
                 .with("found", count)
                 .with("limit", RAILS_MAX));
+        }
+        if lost.checked_shr(count as u32).unwrap_or(0) != 0 {
+            return Err(malformed("a NIC that is not there is lost")
+                .with("lost", format!("{lost:#b}"))
+                .with("nics", count));
         }
         let one = |_| {
             let (guid, length) = (from.u64()?, from.u8()?);
@@ -272,7 +276,7 @@ impl Blob {
             Ok(About { name, guid })
         };
         let nics = (0..count).map(one).collect::<Result<_>>()?;
-        from.done(Self { lanes, nics })
+        from.done(Self { lanes, nics, lost })
     }
 }
 
