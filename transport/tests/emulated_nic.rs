@@ -1178,6 +1178,18 @@ fn limits_hold_for_clients_and_what_they_make() {
     assert_eq!(nic.stop(), Some(End::Stopped));
 }
 
+/// Connections that say nothing keep nobody out.
+#[test]
+fn who_says_nothing_makes_way() {
+    let nic = spawn_thread(config()).unwrap();
+    let mut client = Hca::open(nic.socket()).unwrap();
+    let mute: Vec<_> = (0..200).map(|_| Socket::dial(nic.socket()).unwrap()).collect();
+    wait_for("all", || (client.stats().unwrap().refusals >= 72).then_some(()));
+    Hca::open(nic.socket()).unwrap();
+    assert!(!client.is_lost());
+    assert_eq!(mute.len(), 200);
+}
+
 #[test]
 fn what_a_client_had_is_gone_with_it() {
     let nic = spawn_thread(config()).unwrap();

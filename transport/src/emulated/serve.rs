@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvlane_proto::{Error, ErrorKind, Result};
+use kvlane_proto::{Error, ErrorKind, Result, limits};
 
 use super::control::{Answer, REQUEST_BYTES_MAX, Request, Status, VERSION};
 use super::device::{Config, Device, Turn};
@@ -38,6 +38,8 @@ const HEAR: Duration = Duration::from_micros(50);
 const ACCEPTS_PER_TURN: usize = 64;
 /// Pause after accept failed for want of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// How long a connection may say nothing.
+const HELLO: Duration = Duration::from_millis(limits::HANDSHAKE_MS);
 /// Messages taken from one client in one turn.
 const MESSAGES_PER_TURN: usize = 64;
 
@@ -80,6 +82,14 @@ struct Connection {
     pid: i32,
     /// Its number at the device, once it has said hello.
     client: Option<u32>,
+    since: Instant,
+}
+
+impl Connection {
+    /// It had the time to say hello, and did not.
+    fn is_mute(&self, now: Instant) -> bool {
+        self.client.is_none() && now.saturating_duration_since(self.since) >= HELLO
+    }
 }
 
 /// A NIC that listens.
@@ -201,6 +211,10 @@ impl Nic {
         for (i, mut connection) in connections.into_iter().enumerate() {
             let is_ready = polls.ready(i + 2);
             busy |= is_ready;
+            if !is_ready && connection.is_mute(now) {
+                self.device.stats_mut().refusals += 1;
+                continue;
+            }
             if !is_ready || self.hear(&mut connection, now) {
                 self.connections.push(connection);
             } else if let Some(client) = connection.client {
@@ -220,6 +234,13 @@ impl Nic {
                     return n > 0;
                 }
             };
+            if self.connections.len() >= CLIENTS_MAX
+                && let Some(mute) = self.connections.iter().position(|c| c.client.is_none())
+            {
+                // Who says nothing makes way for the next.
+                self.connections.remove(mute);
+                self.device.stats_mut().refusals += 1;
+            }
             if self.connections.len() >= CLIENTS_MAX {
                 let what = format!("an emulated NIC has at most {CLIENTS_MAX} clients");
                 let answer = Answer::refused(Status::Limit, what, "close some, or start another");
@@ -228,7 +249,7 @@ impl Nic {
                 continue;
             }
             let pid = socket.peer().map_or(0, |peer| peer.pid);
-            self.connections.push(Connection { socket, pid, client: None });
+            self.connections.push(Connection { socket, pid, client: None, since: now });
         }
         true
     }
