@@ -1183,7 +1183,8 @@ fn limits_hold_for_clients_and_what_they_make() {
 fn who_says_nothing_makes_way() {
     let nic = spawn_thread(config()).unwrap();
     let mut client = Hca::open(nic.socket()).unwrap();
-    let mute: Vec<_> = (0..200).map(|_| Socket::dial(nic.socket()).unwrap()).collect();
+    let dial = |_| wait_for("a place in the backlog", || Socket::dial(nic.socket()).ok());
+    let mute: Vec<_> = (0..200).map(dial).collect();
     wait_for("all", || (client.stats().unwrap().refusals >= 72).then_some(()));
     Hca::open(nic.socket()).unwrap();
     assert!(!client.is_lost());
