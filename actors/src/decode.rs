@@ -379,9 +379,9 @@ impl Side for Rooms {
     }
     fn news(&mut self, now: Time, shell: &mut Shell, news: News) {
         let event = match news {
-            News::Up { link, peer, path, lanes, share, pools, .. } => {
+            News::Up { link, peer, path, lanes, down, share, pools, .. } => {
                 let rails = shell.links.rails();
-                Event::LinkUp { link, peer, path, lanes, rails, share, pools }
+                Event::LinkUp { link, peer, path, lanes, down, rails, share, pools }
             }
             News::Deliver { link, msg, .. } => {
                 shell.hooks.heard(&msg);
@@ -395,7 +395,7 @@ impl Side for Rooms {
     fn engine(&mut self, now: Time, shell: &mut Shell, event: EngineEvent) {
         let event = match event {
             EngineEvent::LaneUp { link, lane } => Event::LaneUp { link, lane },
-            EngineEvent::LaneDown { link, lane, .. } => Event::LaneDown { link, lane },
+            EngineEvent::LaneDown { link, lane, why } => Event::LaneDown { link, lane, why },
             EngineEvent::Arrived { link, grant, part, .. } => Event::Arrived { link, grant, part },
             EngineEvent::Fenced(proof) => Event::Fenced { grant: proof.grant(), proof },
             EngineEvent::FenceFailed { grant, why } => Event::FenceFailed { grant, why },

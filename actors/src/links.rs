@@ -38,6 +38,7 @@ pub(crate) enum News {
         peer: WorkerKey,
         path: DataPath,
         lanes: u16,
+        down: Vec<(LaneId, Refusal)>,
         part_bytes: u64,
         share: Arc<Share>,
         pools: Arc<[Layout]>,
@@ -202,10 +203,6 @@ impl Links {
         }
     }
 
-    pub(crate) fn lane(&mut self, now: Time, link: LinkId, lane: LaneId, up: bool) -> Vec<News> {
-        self.handle(now, link, if up { Event::LaneUp(lane) } else { Event::LaneDown(lane) })
-    }
-
     /// Sends a message of the rooms.
     pub(crate) fn send(&mut self, now: Time, link: LinkId, msg: PeerMsg) -> Vec<News> {
         let Some(entry) = self.links.get_mut(&link) else { return Vec::new() };
@@ -277,17 +274,22 @@ impl Links {
                     };
                     self.engine.send(Command::Connect { link, remote });
                 }
-                Output::Up { path, lanes, part_bytes, share, pools, maps, since } => {
+                Output::Up { path, lanes, down, part_bytes, share, pools, maps, since } => {
                     let engine = entry.engine;
                     entry.up = Some(engine);
                     let peer = entry.machine.peer().clone();
-                    tracing::info!(%peer, %engine, lanes, part_bytes, "link is up");
+                    let up = usize::from(lanes) - down.len();
+                    tracing::info!(%peer, %engine, lanes, up, part_bytes, "link is up");
+                    if let Some((_, why)) = down.last() {
+                        tracing::warn!(%peer, lanes, up, %why, "a link is up without all its lanes");
+                    }
                     metrics::gauge!("kvlane_links", "engine" => engine).increment(1);
                     news.push(News::Up {
                         link,
                         peer,
                         path,
                         lanes,
+                        down,
                         part_bytes,
                         share,
                         pools,

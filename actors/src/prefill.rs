@@ -350,8 +350,9 @@ impl Side for Rooms {
     }
     fn news(&mut self, now: Time, _: &mut Shell, news: News) {
         let event = match news {
-            News::Up { link, peer, path, part_bytes, share, pools, maps, since, .. } => {
-                Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since }
+            News::Up { link, peer, path, part_bytes, share, pools, maps, since, down, .. } => {
+                let down = down.into_iter().map(|(lane, _)| lane).collect();
+                Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since, down }
             }
             News::Deliver { link, msg, echo_sent } => Event::Peer { link, msg, echo_sent },
             News::Lost { link, why, .. } => Event::LinkDown { link, why },

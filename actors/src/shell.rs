@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use actix::prelude::*;
 use kvlane_proto::decode::CallId;
-use kvlane_proto::link::LinkConfig;
+use kvlane_proto::link::{Event, LinkConfig};
 use kvlane_proto::msg::Purpose;
 use kvlane_proto::msg::call::Call;
 use kvlane_proto::msg::service::Load;
@@ -140,11 +140,11 @@ impl<S: Side> Worker<S> {
     fn engine_event(&mut self, now: Time, event: EngineEvent, ctx: &mut Context<Self>) {
         let links = &mut self.shell.links;
         let news = match &event {
-            EngineEvent::LaneUp { link, lane } => links.lane(now, *link, *lane, true),
+            EngineEvent::LaneUp { link, lane } => links.handle(now, *link, Event::LaneUp(*lane)),
             EngineEvent::LaneDown { link, lane, why } => {
                 tracing::debug!(link = link.0, lane = lane.0, %why, "lane is down");
                 metrics::counter!("kvlane_lanes_lost_total").increment(1);
-                links.lane(now, *link, *lane, false)
+                links.handle(now, *link, Event::LaneDown(*lane, why.clone()))
             }
             EngineEvent::Scrapped { bytes, why, .. } => {
                 return tracing::debug!(bytes, %why, "frame read to scrap");

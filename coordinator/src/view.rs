@@ -301,6 +301,7 @@ impl Candidates {
         let by_worth = [
             ErrorKind::Busy,
             ErrorKind::DeadlineExceeded,
+            ErrorKind::NoPath,
             ErrorKind::PeerLost,
             ErrorKind::StaleIncarnation,
             ErrorKind::Incompatible,

@@ -204,7 +204,7 @@ impl World {
                 }
                 // The engines of this world need no words for each other.
                 link::Output::Told(_) => {}
-                link::Output::Up { path, lanes, part_bytes, share, pools, maps, since } => {
+                link::Output::Up { path, lanes, down, part_bytes, share, pools, maps, since } => {
                     self.sessions[sid].up[side] = true;
                     let peer = self.hosts[self.sessions[sid].node(1 - side)].identity.clone();
                     let peer = self.sessions[sid].link[side]
@@ -215,7 +215,8 @@ impl World {
                     if side == 0 {
                         self.d[d].lanes.insert(link, usize::from(lanes));
                         let rails = self.sessions[sid].rails_dead.len() as u16;
-                        let ev = DEvent::LinkUp { link, peer, path, lanes, rails, share, pools };
+                        let ev =
+                            DEvent::LinkUp { link, peer, path, lanes, down, rails, share, pools };
                         self.d[d].m.handle_event(now, ev);
                     } else {
                         let ev = PEvent::LinkUp {
@@ -227,6 +228,7 @@ impl World {
                             pools,
                             maps,
                             since,
+                            down: down.into_iter().map(|(lane, _)| lane).collect(),
                         };
                         self.p[p].m.handle_event(now, ev);
                     }
@@ -372,11 +374,15 @@ impl World {
             let c = self.sessions[sid].lanes[usize::from(lane.0)];
             self.conns[c].known = true;
         }
-        let ev = if up { link::Event::LaneUp(lane) } else { link::Event::LaneDown(lane) };
+        let why = Refusal::new(ErrorKind::NoPath, "the lane was lost");
+        let ev = match up {
+            true => link::Event::LaneUp(lane),
+            false => link::Event::LaneDown(lane, why.clone()),
+        };
         self.link_event(sid, side, ev);
         match (side, up) {
             (0, true) => self.decode(d, DEvent::LaneUp { link, lane }),
-            (0, false) => self.decode(d, DEvent::LaneDown { link, lane }),
+            (0, false) => self.decode(d, DEvent::LaneDown { link, lane, why }),
             (_, true) => self.prefill(p, PEvent::LaneUp { link, lane }),
             (_, false) => self.prefill(p, PEvent::LaneDown { link, lane }),
         }

@@ -97,6 +97,8 @@ pub const RESEND_MS: u64 = 200;
 pub const RESEND_MAX_MS: u64 = 2_000;
 /// How long a peer's hello may take.
 pub const HANDSHAKE_MS: u64 = 5_000;
+/// How long a lane that is not up is waited for: by a new link, and by rooms that could have it.
+pub const LANE_WAIT_MS: u64 = 1_000;
 /// First wait before a part is tried again; doubles up to [`RETRY_MAX_MS`], with jitter.
 pub const RETRY_MS: u64 = 10;
 /// Longest wait between two tries of a part.

@@ -4,7 +4,8 @@
 //! side described, the choice of engine, the numbers that leases count by, heartbeats. In: frames,
 //! the engine's answers and words, the death notice, time. Out: [`Output`].
 //!
-//! Invariants: rooms start only when both sides have said `Ready`; layouts are compared before any
+//! Invariants: rooms start only when both sides have said `Ready`, which says that a lane is up and
+//! the others were lost, or waited for [`LinkConfig::lanes_ms`]; layouts are compared before any
 //! lane is made; a lease never counts from later than the send of the frame it echoes; silence of
 //! [`LinkConfig::misses`] heartbeats, or a death notice that a probe confirms, ends the link; what
 //! one engine tells the other comes out in the order of the frames, among the messages of the rooms.
@@ -52,6 +53,8 @@ pub struct LinkConfig {
     pub probe_ms: u64,
     /// How long it may take until rooms can start.
     pub handshake_ms: u64,
+    /// How long it waits for the last lanes when one is up.
+    pub lanes_ms: u64,
 }
 
 impl LinkConfig {
@@ -66,6 +69,7 @@ impl LinkConfig {
             misses: limits::HEARTBEAT_MISSES,
             probe_ms: limits::PROBE_MS,
             handshake_ms: limits::HANDSHAKE_MS,
+            lanes_ms: limits::LANE_WAIT_MS,
         }
     }
 }
@@ -80,7 +84,7 @@ pub enum Event {
     /// The engine: a lane carries pages.
     LaneUp(LaneId),
     /// The engine: a lane does not.
-    LaneDown(LaneId),
+    LaneDown(LaneId, Refusal),
     /// The engine has something to say to the peer's.
     Tell(Vec<u8>),
     /// The death notice came; it may be a mistake.
@@ -111,6 +115,8 @@ pub enum Output {
         path: DataPath,
         /// Lanes of the pool.
         lanes: u16,
+        /// Those that are not up, each with the reason.
+        down: Vec<(LaneId, Refusal)>,
         /// Size of a part.
         part_bytes: u64,
         /// What the prefill's rank has for the decode's.
@@ -133,12 +139,28 @@ pub enum Output {
     Lost(Refusal),
 }
 
+/// What the engine has said of a lane.
+#[derive(Clone, Debug)]
+enum Lane {
+    Silent,
+    Up,
+    Down(Refusal),
+}
+
+impl Lane {
+    fn is_up(&self) -> bool {
+        matches!(self, Self::Up)
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// Waits for the local engine and the peer's description.
     Describing,
-    /// Waits for lanes and the peer's `Ready`.
-    Connecting,
+    /// Waits for lanes, until then for all, and the peer's `Ready`.
+    Connecting {
+        all_until: Time,
+    },
     Up,
     Over,
 }
@@ -153,9 +175,11 @@ pub struct Link {
     remote: Option<LinkInfo>,
     chosen: Option<Chosen>,
     share: Option<Arc<Share>>,
-    lanes_up: Vec<bool>,
+    lanes: Vec<Lane>,
     /// When the last one came up.
     since: Time,
+    /// Why the last one that went down did.
+    last_loss: Option<Refusal>,
     part_bytes: u64,
     said_ready: bool,
     peer_ready: bool,
@@ -182,15 +206,18 @@ struct Chosen {
 
 /// Distance of two remembered sends; a lease may be counted short by this much.
 const SENT_EVERY_MS: u64 = 25;
-/// Remembered sends: enough for a frame that is a minute old.
+/// Remembered sends: a minute's, less what engines say, each word of which is one. A frame that echoes
+/// a forgotten one counts from the opening of the session: it renews no lease and its offer is older
+/// than the lanes, until the peer repeats it when it has seen more.
 const SENT_MAX: usize = 2400;
 
 impl Link {
     /// A session whose greeting is done.
     pub fn new(now: Time, peer: WorkerKey, config: LinkConfig) -> Self {
         Self {
-            lanes_up: vec![false; usize::from(config.lanes)],
+            lanes: vec![Lane::Silent; usize::from(config.lanes)],
             since: now,
+            last_loss: None,
             part_bytes: config.part_bytes,
             config,
             peer,
@@ -240,6 +267,12 @@ impl Link {
         }
         if self.phase != Phase::Up {
             next = next.min(self.opened.plus_ms(self.config.handshake_ms));
+        }
+        if let Phase::Connecting { all_until } = self.phase
+            && !self.said_ready
+            && self.lanes.iter().any(Lane::is_up)
+        {
+            next = next.min(all_until);
         }
         Some(next)
     }
@@ -295,16 +328,18 @@ impl Link {
             }
             Event::Frame(frame) => self.frame(now, frame),
             Event::LaneUp(lane) => {
-                if let Some(up) = self.lanes_up.get_mut(usize::from(lane.0)) {
-                    *up = true;
+                if let Some(lane) = self.lanes.get_mut(usize::from(lane.0)) {
+                    *lane = Lane::Up;
                 }
                 self.since = now;
                 self.ready(now);
             }
-            Event::LaneDown(lane) => {
-                if let Some(up) = self.lanes_up.get_mut(usize::from(lane.0)) {
-                    *up = false;
+            Event::LaneDown(lane, why) => {
+                if let Some(lane) = self.lanes.get_mut(usize::from(lane.0)) {
+                    *lane = Lane::Down(why.clone());
                 }
+                self.last_loss = Some(why);
+                self.ready(now);
             }
             Event::Tell(message) => self.send(now, PeerMsg::Engine(message)),
             Event::Suspect(_) if self.probing_until.is_some() => {}
@@ -340,18 +375,24 @@ impl Link {
             let missing = match (&self.local, &self.remote) {
                 (None, _) => "this side's engine",
                 (_, None) => "the peer's description",
-                _ if !self.lanes_up.iter().all(|&up| up) => "lanes",
+                _ if !self.said_ready => "lanes",
                 _ => "the peer's ready",
             };
             let why = Error::new(ErrorKind::DeadlineExceeded, "the link did not come up")
                 .with("peer", &self.peer)
                 .with("missing", missing)
-                .with("lanes_up", self.lanes_up.iter().filter(|&&up| up).count())
-                .with("lanes", self.lanes_up.len())
-                .blamed(Blame::Link)
-                .hint("check that the engine's data port can be reached from the prefill worker");
+                .with("lanes_up", self.lanes.iter().filter(|l| l.is_up()).count())
+                .with("lanes", self.lanes.len());
+            let why = self.last_loss.iter().fold(why, |e, lost| e.with("last_loss", lost));
+            let why = why.blamed(Blame::Link).hint(match self.chosen.as_ref().map(|c| c.path) {
+                Some(DataPath::OneSided) => {
+                    "look at the NICs of both workers: each must be up and reach the other's"
+                }
+                _ => "check that the prefill worker reaches the address or socket where the decode's engine listens",
+            });
             return self.handle_event(now, Event::Bye(why.to_refusal()));
         }
+        self.ready(now);
         if now >= self.beat_at() {
             self.send(now, PeerMsg::Heartbeat);
         }
@@ -415,7 +456,7 @@ impl Link {
             }
             // Lanes are made by these, so they are heard before rooms are.
             PeerMsg::Engine(message) => match self.phase {
-                Phase::Connecting | Phase::Up => self.out.push_back(Output::Told(message)),
+                Phase::Connecting { .. } | Phase::Up => self.out.push_back(Output::Told(message)),
                 Phase::Describing | Phase::Over => self.unheard += 1,
             },
             msg if self.phase == Phase::Up => {
@@ -463,8 +504,9 @@ impl Link {
                     self.config.lanes = lanes;
                     self.describe(now, Some(&mine));
                 }
-                self.lanes_up.resize(usize::from(lanes), false);
-                self.phase = Phase::Connecting;
+                self.lanes.resize(usize::from(lanes), Lane::Silent);
+                let all_until = now.plus_ms(self.config.lanes_ms);
+                self.phase = Phase::Connecting { all_until };
                 let maps = match writes_itself(&mine, self.config.receiver) {
                     true => theirs.maps.into_iter().map(Arc::new).collect(),
                     false => [].into(),
@@ -508,7 +550,9 @@ impl Link {
     }
 
     fn ready(&mut self, now: Time) {
-        if self.phase != Phase::Connecting || !self.lanes_up.iter().all(|&up| up) {
+        let Phase::Connecting { all_until } = self.phase else { return };
+        let waits = now < all_until && self.lanes.iter().any(|l| matches!(l, Lane::Silent));
+        if waits || !self.lanes.iter().any(Lane::is_up) {
             return;
         }
         if !self.said_ready {
@@ -521,7 +565,8 @@ impl Link {
             self.phase = Phase::Up;
             self.out.push_back(Output::Up {
                 path: chosen.path,
-                lanes: self.lanes_up.len() as u16,
+                lanes: self.lanes.len() as u16,
+                down: self.lanes_down(),
                 part_bytes: self.part_bytes,
                 share: share.clone(),
                 pools: remote.pools.as_slice().into(),
@@ -529,6 +574,18 @@ impl Link {
                 since: self.since,
             });
         }
+    }
+
+    fn lanes_down(&self) -> Vec<(LaneId, Refusal)> {
+        let each = (0..).map(LaneId).zip(&self.lanes);
+        let down = each.filter_map(|(id, lane)| match lane {
+            Lane::Up => None,
+            Lane::Down(why) => Some((id, why.clone())),
+            Lane::Silent => {
+                Some((id, Refusal::new(ErrorKind::NoPath, "the lane has not come up yet")))
+            }
+        });
+        down.collect()
     }
 
     /// What the prefill's rank has for the decode's.
@@ -823,17 +880,86 @@ mod tests {
         for lane in 0..limits::LANES_PER_LINK {
             p.handle_event(Time(1), Event::LaneUp(LaneId(lane)));
         }
-        // It has said that it is ready, and loses a lane before the other is.
-        p.handle_event(Time(2), Event::LaneDown(LaneId(0)));
+        // It has said that it is ready, and loses its lanes before the other is.
+        for lane in 0..limits::LANES_PER_LINK {
+            p.handle_event(Time(2), Event::LaneDown(LaneId(lane), lost("a NIC")));
+        }
         for lane in 0..limits::LANES_PER_LINK {
             d.handle_event(Time(3), Event::LaneUp(LaneId(lane)));
         }
         let (a, b) = settle(Time(3), &mut d, &mut p);
         assert!(matches!(a[..], [Output::Up { since: Time(3), .. }]), "{a:?}");
-        assert!(b.is_empty(), "a lane is missing: {b:?}");
+        assert!(b.is_empty(), "no lane is up: {b:?}");
         p.handle_event(Time(4), Event::LaneUp(LaneId(0)));
         let (_, b) = settle(Time(4), &mut d, &mut p);
-        assert!(matches!(b[..], [Output::Up { since: Time(4), .. }]), "{b:?}");
+        let [Output::Up { since: Time(4), down, .. }] = &b[..] else { panic!("{b:?}") };
+        let others: Vec<_> =
+            (1..limits::LANES_PER_LINK).map(|n| (LaneId(n), lost("a NIC"))).collect();
+        assert_eq!(*down, others);
+    }
+
+    fn lost(what: &str) -> Refusal {
+        Refusal::new(ErrorKind::NoPath, what)
+    }
+    /// Two sides that wait for lanes of this engine.
+    fn connecting(engine: impl Fn(Vec<PoolMap>) -> EngineChoice) -> (Link, Link) {
+        let (mut d, mut p) = pair(small_layout());
+        d.handle_event(Time(0), Event::Local(vec![engine(vec![map()])]));
+        p.handle_event(Time(0), Event::Local(vec![engine(Vec::new())]));
+        settle(Time(0), &mut d, &mut p);
+        (d, p)
+    }
+
+    #[test]
+    fn a_link_comes_up_without_the_lanes_that_do_not() {
+        let (mut d, mut p) = connecting(one_sided);
+        for lane in [1, 3] {
+            d.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+            p.handle_event(Time(0), Event::LaneUp(LaneId(lane)));
+        }
+        // The sender has lost the others; nobody tells the receiver that they will not come.
+        p.handle_event(Time(0), Event::LaneDown(LaneId(0), lost("nic-0")));
+        p.handle_event(Time(0), Event::LaneDown(LaneId(2), lost("nic-0")));
+        let (a, b) = settle(Time(0), &mut d, &mut p);
+        assert!(a.is_empty() && b.is_empty(), "{a:?} {b:?}");
+        // Heartbeats meanwhile keep it alive.
+        let mut ups = (Vec::new(), Vec::new());
+        for ms in (0..=limits::LANE_WAIT_MS).step_by(50) {
+            let now = Time(0).plus_ms(ms);
+            assert!(ms == 0 || !d.is_up(), "all have their time");
+            d.handle_timeout(now);
+            p.handle_timeout(now);
+            let (a, b) = settle(now, &mut d, &mut p);
+            ups.0.extend(a);
+            ups.1.extend(b);
+        }
+        let downs = |out: &[Output]| match out {
+            [Output::Up { lanes: 4, down, .. }] => down.clone(),
+            _ => panic!("{out:?}"),
+        };
+        let silent = lost("the lane has not come up yet");
+        assert_eq!(downs(&ups.0), [(LaneId(0), silent.clone()), (LaneId(2), silent)]);
+        assert_eq!(downs(&ups.1), [(LaneId(0), lost("nic-0")), (LaneId(2), lost("nic-0"))]);
+    }
+
+    #[test]
+    fn a_link_without_a_lane_ends_with_the_reason_and_a_hint_for_its_engine() {
+        let tcp = |_| engine("tcp");
+        for (nics, (mut d, mut p)) in [(true, connecting(one_sided)), (false, connecting(tcp))] {
+            d.handle_event(Time(0), Event::LaneDown(LaneId(0), lost("nic-0 is lost")));
+            d.handle_event(Time(0), Event::LaneUp(LaneId(1)));
+            d.handle_event(Time(0), Event::LaneDown(LaneId(1), lost("nic-1 is lost")));
+            let mut ends = Vec::new();
+            for ms in (0..=limits::HANDSHAKE_MS).step_by(100) {
+                let now = Time(0).plus_ms(ms);
+                d.handle_timeout(now);
+                p.handle_timeout(now);
+                ends.extend(settle(now, &mut d, &mut p).0);
+            }
+            let [Output::Lost(why)] = &ends[..] else { panic!("{ends:?}") };
+            assert!(why.text.contains("lanes_up=0") && why.text.contains("nic-1 is lost"), "{why}");
+            assert_eq!((why.hint.contains("NIC"), why.hint.contains("listens")), (nics, !nics));
+        }
     }
 
     #[test]

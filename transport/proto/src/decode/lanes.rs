@@ -2,7 +2,7 @@
 //!
 //! Owns: which links are up, which of their lanes are free or lent, and one queue for each prefill
 //! worker. In: rooms with the prefills they need, links and lanes that come and go. Out of
-//! [`Lanes::take`]: a room with lanes from every one of its prefills.
+//! [`Lanes::take`]: a room with lanes from every one of its prefills, or one that can have none.
 //!
 //! Invariants:
 //! 1. A room joins the queues of all its prefills at one moment, so two rooms have the same order
@@ -13,17 +13,23 @@
 //! 3. A lane is free, lent or down; `pair_epoch` counts how often it was lent.
 //! 4. A room's lanes are spread over the rails as evenly as those that are free allow: it never
 //!    waits for a rail.
+//! 5. A room waits for as many lanes as it may borrow, or as there are if those are fewer, but for
+//!    one at least. One that is down counts for [`limits::LANE_WAIT_MS`], since most are dialled
+//!    again at once; one that a withheld grant keeps does not count. Where none is up or counts, no
+//!    room waits.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
-use crate::error::{Blame, Error, ErrorKind, Result};
+use crate::error::{Blame, Error, ErrorKind, Refusal, Result};
 use crate::ids::{Identity, LaneId, LinkId, RoomId, WorkerKey};
 use crate::layout::Layout;
+use crate::limits;
 use crate::msg::peer::DataPath;
 use crate::msg::service::WorkerAddress;
 use crate::plan::{Share, prove_sources};
+use crate::time::Time;
 
 /// Starts of one worker that are dialled at a time; who asks for more waits for a link or the end
 /// of its time in the queue.
@@ -31,6 +37,14 @@ const DIALS_MAX: usize = 4;
 
 /// Lanes of one link.
 pub(super) type LinkLanes = (LinkId, Vec<LaneId>);
+
+/// What becomes of a queued room.
+pub(super) enum Turn {
+    /// It has these, link by link in the order of its prefills.
+    Lent(RoomId, Vec<LinkLanes>),
+    /// It can have none.
+    Hopeless(RoomId, Error),
+}
 
 #[derive(Debug)]
 pub(super) struct Lanes {
@@ -44,6 +58,9 @@ pub(super) struct Lanes {
     waiting_by: HashMap<Identity, usize>,
     /// Whose queue may have another head, or its head more lanes.
     moved: BTreeSet<Identity>,
+    /// Until when lanes that went down are waited for, soonest first; those that came back since are
+    /// still here.
+    awaited: VecDeque<(Time, LinkId, LaneId)>,
 }
 
 #[derive(Debug, Default)]
@@ -68,13 +85,26 @@ pub(super) struct Link {
     /// In the order in which they came back.
     free: VecDeque<LaneId>,
     rails: u16,
+    /// Why a lane went down last.
+    last_loss: Option<Refusal>,
 }
 
 #[derive(Clone, Debug)]
 struct Lane {
     up: bool,
+    /// It is down, and may come back by then.
+    awaited: Option<Time>,
     borrower: Option<RoomId>,
+    /// A grant whose fence did not complete keeps it.
+    withheld: bool,
     pair_epoch: u32,
+}
+
+impl Lane {
+    /// Whether it is worth waiting for, ever.
+    fn has_hope(&self) -> bool {
+        self.up || self.awaited.is_some()
+    }
 }
 
 /// A room in the queues.
@@ -95,9 +125,33 @@ impl Link {
         share: Arc<Share>,
         pools: Arc<[Layout]>,
     ) -> Self {
-        let lane = Lane { up: true, borrower: None, pair_epoch: 0 };
+        let lane = Lane { up: true, awaited: None, borrower: None, withheld: false, pair_epoch: 0 };
         let (lanes, free) = (vec![lane; usize::from(lanes)], (0..lanes).map(LaneId).collect());
-        Self { peer, path, share, pools, lanes, free, rails: rails.max(1) }
+        Self { peer, path, share, pools, lanes, free, rails: rails.max(1), last_loss: None }
+    }
+    /// How many lanes a room has to wait for.
+    fn wanted(&self, per_room: u16) -> u16 {
+        let counted = self.lanes.iter().filter(|l| l.has_hope() && !l.withheld).count();
+        per_room.min(counted as u16).max(1)
+    }
+    fn is_dead(&self) -> bool {
+        !self.lanes.iter().any(Lane::has_hope)
+    }
+    /// Why a lane went down last.
+    pub(super) fn last_loss(&self) -> Option<&Refusal> {
+        self.last_loss.as_ref()
+    }
+    /// Says how its lanes are.
+    pub(super) fn describe(&self, e: Error) -> Error {
+        let count = |which: fn(&Lane) -> bool| self.lanes.iter().filter(|l| which(l)).count();
+        let e = e
+            .with("lanes_up", count(|l| l.up))
+            .with("lanes", self.lanes.len())
+            .with("withheld", count(|l| l.withheld));
+        match &self.last_loss {
+            Some(why) => e.with("last_loss", why),
+            None => e,
+        }
     }
     /// Takes free lanes, so many if there are: of the rails that it has fewest of already, the one
     /// that has been free the longest. A rail without free lanes holds up nobody.
@@ -129,6 +183,7 @@ impl Lanes {
             waiting: HashMap::new(),
             waiting_by: HashMap::new(),
             moved: BTreeSet::new(),
+            awaited: VecDeque::new(),
         }
     }
     pub(super) fn link(&self, link: LinkId) -> Option<&Link> {
@@ -249,18 +304,37 @@ impl Lanes {
             self.moved.insert(identity);
         }
     }
-    /// Lends lanes to a room that is first in all its queues: link by link, in the order of its
-    /// prefills. None when no room can have what it needs.
-    pub(super) fn take(&mut self) -> Option<(RoomId, Vec<LinkLanes>)> {
+    /// Lends lanes to a room that is first in all its queues, or says which one can have none: it has
+    /// left the queues. None when nothing changes for any room.
+    pub(super) fn take(&mut self) -> Option<Turn> {
         while let Some(peer) = self.moved.pop_first() {
+            if let Some((room, why)) = self.hopeless(&peer) {
+                self.leave(room);
+                return Some(Turn::Hopeless(room, why));
+            }
             let head = self.head(&peer);
             let Some((room, links)) = head.and_then(|room| Some((room, self.ready(room)?))) else {
                 continue;
             };
             self.leave(room);
-            return Some((room, links.into_iter().map(|id| (id, self.lend(id, room))).collect()));
+            let lent = links.into_iter().map(|id| (id, self.lend(id, room))).collect();
+            return Some(Turn::Lent(room, lent));
         }
         None
+    }
+    /// A room that waits for a prefill of whose link no lane is left.
+    fn hopeless(&self, peer: &Identity) -> Option<(RoomId, Error)> {
+        let (_, link) = self.link_of(peer).filter(|(_, l)| l.is_dead())?;
+        let wants =
+            |room: &RoomId| self.waiting.get(room).is_some_and(|w| w.prefills.contains(&link.peer));
+        let room = self.peers.get(peer)?.queue.iter().copied().find(wants)?;
+        let why = Error::new(ErrorKind::NoPath, "no lane to the prefill is up")
+            .with("prefill", peer)
+            .blamed(Blame::Link)
+            .hint(
+                "see why the last lane went down; until that is mended use another pair of workers",
+            );
+        Some((room, link.describe(why)))
     }
     /// Whose turn it is at a prefill.
     fn head(&self, peer: &Identity) -> Option<RoomId> {
@@ -275,14 +349,15 @@ impl Lanes {
         let each = self.waiting.get(&room)?.prefills.iter().map(|key| {
             let first = self.head(&key.identity) == Some(room);
             let (id, link) = self.link_of(&key.identity)?;
-            let fits = link.peer == *key && link.free.len() >= usize::from(self.per_room);
+            let wanted = usize::from(link.wanted(self.per_room));
+            let fits = link.peer == *key && link.free.len() >= wanted;
             (first && fits).then_some(id)
         });
         each.collect()
     }
     fn lend(&mut self, link: LinkId, room: RoomId) -> Vec<LaneId> {
         let Some(link) = self.links.get_mut(&link) else { return Vec::new() };
-        let lent = link.spread(self.per_room);
+        let lent = link.spread(link.wanted(self.per_room));
         lent.iter().for_each(|id| link.borrow(*id, room));
         lent
     }
@@ -306,15 +381,15 @@ impl Lanes {
         }
         lanes.iter().copied().filter(|id| !l.lanes[usize::from(id.0)].up).collect()
     }
-    /// Which of a queued room's prefills keeps it waiting, and whether that one is linked.
-    pub(super) fn obstacle(&self, room: RoomId) -> Option<(&Identity, bool)> {
+    /// Which of a queued room's prefills keeps it waiting, and its link if there is one.
+    pub(super) fn obstacle(&self, room: RoomId) -> Option<(&Identity, Option<&Link>)> {
         let keys = &self.waiting.get(&room)?.prefills;
         let link = |key: &&WorkerKey| self.link_of(&key.identity).map(|(_, l)| l);
         let unlinked = keys.iter().find(|key| link(key).is_none());
-        let scarce =
-            |key: &&WorkerKey| link(key).is_some_and(|l| l.free.len() < usize::from(self.per_room));
+        let few = |l: &Link| l.free.len() < usize::from(l.wanted(self.per_room));
+        let scarce = |key: &&WorkerKey| link(key).is_some_and(few);
         let key = unlinked.or_else(|| keys.iter().find(scarce)).or(keys.first())?;
-        Some((&key.identity, unlinked.is_none()))
+        Some((&key.identity, link(&key)))
     }
 
     /// Takes lanes back. `twice` is a defect that the simulator must catch.
@@ -322,11 +397,17 @@ impl Lanes {
         let Some(link) = self.links.get_mut(&link) else { return };
         for id in lanes {
             let lane = &mut link.lanes[usize::from(id.0)];
-            lane.borrower = None;
+            (lane.borrower, lane.withheld) = (None, false);
             if lane.up {
                 link.free.extend(std::iter::repeat_n(id, 1 + usize::from(twice)));
             }
         }
+        self.moved.insert(link.peer.identity.clone());
+    }
+    /// Lanes stay with a grant whose fence did not complete.
+    pub(super) fn withhold(&mut self, link: LinkId, lanes: &[LaneId]) {
+        let Some(link) = self.links.get_mut(&link) else { return };
+        lanes.iter().for_each(|id| link.lanes[usize::from(id.0)].withheld = true);
         self.moved.insert(link.peer.identity.clone());
     }
     /// Lanes with their pair epochs.
@@ -338,24 +419,77 @@ impl Lanes {
     pub(super) fn lane_up(&mut self, link: LinkId, id: LaneId) {
         let Some(link) = self.links.get_mut(&link) else { return };
         let Some(lane) = link.lanes.get_mut(usize::from(id.0)) else { return };
-        if !std::mem::replace(&mut lane.up, true) && lane.borrower.is_none() {
-            link.free.push_back(id);
+        lane.awaited = None;
+        if !std::mem::replace(&mut lane.up, true) {
+            if lane.borrower.is_none() {
+                link.free.push_back(id);
+            }
             self.moved.insert(link.peer.identity.clone());
         }
     }
     /// A lane does not work; the room that has it.
-    pub(super) fn lane_down(&mut self, link: LinkId, id: LaneId) -> Option<RoomId> {
-        let link = self.links.get_mut(&link)?;
+    pub(super) fn lane_down(
+        &mut self,
+        now: Time,
+        at: LinkId,
+        id: LaneId,
+        why: Refusal,
+    ) -> Option<RoomId> {
+        let link = self.links.get_mut(&at)?;
         let lane = link.lanes.get_mut(usize::from(id.0))?;
-        lane.up = false;
+        // Of an outage the first word counts.
+        if std::mem::replace(&mut lane.up, false) {
+            let until = now.plus_ms(limits::LANE_WAIT_MS);
+            lane.awaited = Some(until);
+            self.awaited.push_back((until, at, id));
+        }
+        link.last_loss = Some(why);
         link.free.retain(|free| *free != id);
         lane.borrower
     }
+    /// When [`Lanes::expire`] is due.
+    pub(super) fn next_expiry(&self) -> Option<Time> {
+        self.awaited.front().map(|(until, ..)| *until)
+    }
+    /// Waits no more for lanes that did not come back in time.
+    pub(super) fn expire(&mut self, now: Time) {
+        while let Some(&(until, at, id)) = self.awaited.front().filter(|a| a.0 <= now) {
+            self.awaited.pop_front();
+            let Some(link) = self.links.get_mut(&at) else { continue };
+            let Some(lane) = link.lanes.get_mut(usize::from(id.0)) else { continue };
+            if lane.awaited == Some(until) {
+                lane.awaited = None;
+                self.moved.insert(link.peer.identity.clone());
+            }
+        }
+    }
+    /// The engine had no time to bring lanes back: their waits begin anew.
+    pub(super) fn stood_still(&mut self, now: Time) {
+        let until = now.plus_ms(limits::LANE_WAIT_MS);
+        for (old, at, id) in &mut self.awaited {
+            let link = self.links.get_mut(at);
+            let lane = link.and_then(|l| l.lanes.get_mut(usize::from(id.0)));
+            if let Some(lane) = lane.filter(|lane| lane.awaited == Some(*old)) {
+                lane.awaited = Some(until);
+            }
+            *old = until;
+        }
+    }
 
-    /// A link is up; which queued rooms cannot be granted, now that this is known.
-    pub(super) fn link_up(&mut self, id: LinkId, link: Link) -> Vec<(RoomId, Error)> {
+    /// A link is up, of which some lanes may be down; which queued rooms cannot be granted, now that
+    /// this is known.
+    pub(super) fn link_up(
+        &mut self,
+        now: Time,
+        id: LinkId,
+        link: Link,
+        down: Vec<(LaneId, Refusal)>,
+    ) -> Vec<(RoomId, Error)> {
         let identity = link.peer.identity.clone();
         self.links.insert(id, link);
+        for (lane, why) in down {
+            self.lane_down(now, id, lane, why);
+        }
         let peer = self.peers.entry(identity.clone()).or_default();
         peer.dialled.clear();
         peer.link = Some(id);

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::lanes::{Lanes, Link, LinkLanes};
+use super::lanes::{Lanes, Link, LinkLanes, Turn};
 use super::room::{Flow, Phase, Room, Source};
 use super::{CallId, DecodeConfig, Event, Output};
 use crate::blocks::BlockList;
@@ -88,7 +88,8 @@ impl<F> Decode<F> {
     }
     /// When to call [`Decode::handle_timeout`] next; ask again after every event.
     pub fn poll_timeout(&self) -> Option<Time> {
-        self.timers.first().map(|t| t.0)
+        let room = self.timers.first().map(|t| t.0);
+        room.into_iter().chain(self.lanes.next_expiry()).min()
     }
     /// How busy the worker is.
     pub fn load(&self) -> Load {
@@ -115,6 +116,7 @@ impl<F> Decode<F> {
 
     /// This process stood still: what its engine was to do in the meantime has not had its time.
     pub fn stood_still(&mut self, now: Time) {
+        self.lanes.stood_still(now);
         let mut rooms: Vec<RoomId> = self.rooms.keys().copied().collect();
         rooms.sort_unstable();
         for room in rooms {
@@ -139,9 +141,9 @@ impl<F> Decode<F> {
                     .blamed(Blame::Decode);
                 self.stop(now, room, why.to_refusal());
             }
-            Event::LinkUp { link, peer, path, lanes, rails, share, pools } => {
+            Event::LinkUp { link, peer, path, lanes, down, rails, share, pools } => {
                 let up = Link::new(peer, path, lanes, rails, share, pools);
-                for (room, why) in self.lanes.link_up(link, up) {
+                for (room, why) in self.lanes.link_up(now, link, up, down) {
                     self.stop(now, room, why.to_refusal());
                 }
             }
@@ -159,9 +161,9 @@ impl<F> Decode<F> {
             Event::Peer { link, msg } => self.peer(now, link, msg),
             Event::Arrived { link, grant, part } => self.arrived(now, link, grant, part),
             Event::LaneUp { link, lane } => self.lanes.lane_up(link, lane),
-            Event::LaneDown { link, lane } => {
-                if let Some(room) = self.lanes.lane_down(link, lane) {
-                    self.lost_lane(now, room, link, lane);
+            Event::LaneDown { link, lane, why } => {
+                if let Some(room) = self.lanes.lane_down(now, link, lane, why.clone()) {
+                    self.lost_lane(now, room, link, lane, &why);
                 }
                 self.lost_withheld(link, lane);
             }
@@ -179,6 +181,8 @@ impl<F> Decode<F> {
 
     /// Does what is due. Harmless at any time.
     pub fn handle_timeout(&mut self, now: Time) {
+        self.lanes.expire(now);
+        self.lend_lanes(now);
         while let Some(&(at, room)) = self.timers.first() {
             if at > now {
                 break;
@@ -205,7 +209,14 @@ impl<F> Decode<F> {
 
     /// Lends lanes as far as they reach; the last thing of every event, when all else is settled.
     fn lend_lanes(&mut self, now: Time) {
-        while let Some((room, lent)) = self.lanes.take() {
+        while let Some(turn) = self.lanes.take() {
+            let (room, lent) = match turn {
+                Turn::Lent(room, lent) => (room, lent),
+                Turn::Hopeless(room, why) => {
+                    self.refuse_queued(now, room, why.to_refusal());
+                    continue;
+                }
+            };
             let Some(r) = self.rooms.get_mut(&room) else { continue };
             for (s, (link, lanes)) in r.sources.iter_mut().zip(lent) {
                 s.path = self.lanes.link(link).map(|l| l.path);
@@ -235,7 +246,7 @@ impl<F> Decode<F> {
             let lost = self.lanes.exchange(id, room, &mut s.lanes);
             (s.dirty, s.lost) = (false, lost);
             if s.is_cut_off() {
-                let why = no_path(s);
+                let why = no_path(s, self.lanes.link(id).and_then(Link::last_loss));
                 return self.stop(now, room, why);
             }
             let Some(link) = self.lanes.link(id) else { return };
@@ -284,14 +295,14 @@ impl<F> Decode<F> {
     }
 
     /// A lane that a room has does not work any more.
-    fn lost_lane(&mut self, now: Time, room: RoomId, link: LinkId, lane: LaneId) {
+    fn lost_lane(&mut self, now: Time, room: RoomId, link: LinkId, lane: LaneId, why: &Refusal) {
         let Some(r) = self.rooms.get_mut(&room) else { return };
         let granted = matches!(r.phase, Phase::Granted);
         let Some(s) = r.source_on(link) else { return };
         s.dirty = true;
         s.lost.insert(lane);
         if granted && s.is_cut_off() {
-            let why = no_path(s);
+            let why = no_path(s, Some(why));
             return self.stop(now, room, why);
         }
         // A word that was waited for does not matter any more.
@@ -600,7 +611,9 @@ impl<F> Decode<F> {
         // over the connection that it was posted on, so the next one of a lane brings none.
         let lost = r.sources.iter_mut().filter(|s| s.path == Some(DataPath::OneSided));
         let lost: Vec<LinkLanes> = lost.filter_map(Source::take_lost).collect();
-        self.quarantine.insert(grant, Withheld { blocks, lanes: r.take_lanes() });
+        let lanes = r.take_lanes();
+        lanes.iter().for_each(|(link, lanes)| self.lanes.withhold(*link, lanes));
+        self.quarantine.insert(grant, Withheld { blocks, lanes });
         for (link, lanes) in lost {
             self.lanes.give_back(link, lanes, false);
         }
@@ -741,16 +754,19 @@ impl<F> Decode<F> {
     }
 
     fn no_lane(&self, room: RoomId) -> Error {
-        let (prefill, linked) = match self.lanes.obstacle(room) {
-            Some((prefill, linked)) => (prefill.to_string(), linked),
-            None => ("none".into(), true),
+        let (prefill, link) = match self.lanes.obstacle(room) {
+            Some((prefill, link)) => (prefill.to_string(), link),
+            None => ("none".into(), None),
         };
-        Error::new(ErrorKind::Busy, "no lane became free in time")
+        let e = Error::new(ErrorKind::Busy, "no lane became free in time")
             .with("prefill", prefill)
-            .with("link", if linked { "up" } else { "not up yet" })
+            .with("link", if link.is_some() { "up" } else { "not up yet" })
             .with("ahead", self.lanes.queued().saturating_sub(1))
-            .hint("wait longer, or use another pair of workers")
-            .blamed(if linked { Blame::Decode } else { Blame::Link })
+            .hint("wait longer, or use another pair of workers");
+        match link {
+            Some(link) => link.describe(e).blamed(Blame::Decode),
+            None => e.blamed(Blame::Link),
+        }
     }
 
     /// Keeps a granted room's sources going, or gives the room up for one of them.
@@ -779,10 +795,12 @@ impl<F> Decode<F> {
     }
 }
 
-fn no_path(source: &Source) -> Refusal {
-    Error::new(ErrorKind::NoPath, "every lane of the room was lost")
+fn no_path(source: &Source, last: Option<&Refusal>) -> Refusal {
+    let e = Error::new(ErrorKind::NoPath, "every lane of the room was lost")
         .with("prefill", source.identity())
-        .with("lanes", source.lanes.len())
+        .with("lanes", source.lanes.len());
+    last.into_iter()
+        .fold(e, |e, why| e.with("last_loss", why))
         .blamed(Blame::Link)
         .hint("place the request again; look at the NICs of both workers if it happens often")
         .to_refusal()

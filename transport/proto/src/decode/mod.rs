@@ -156,8 +156,10 @@ pub enum Event<F> {
         peer: WorkerKey,
         /// Who moves the bytes.
         path: DataPath,
-        /// Lanes in its pool, numbered from 0, all up.
+        /// Lanes in its pool, numbered from 0.
         lanes: u16,
+        /// Those that are not up, each with the reason.
+        down: Vec<(LaneId, Refusal)>,
         /// Separate paths that they are spread over: lane `n` is on rail `n % rails`.
         rails: u16,
         /// What the prefill's rank has for this one.
@@ -216,6 +218,8 @@ pub enum Event<F> {
         link: LinkId,
         /// The lane.
         lane: LaneId,
+        /// Why.
+        why: Refusal,
     },
     /// The engine: nothing can land under the grant any more.
     Fenced {

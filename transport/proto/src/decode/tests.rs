@@ -41,11 +41,17 @@ fn config() -> DecodeConfig {
     let part_bytes = u64::from(half(0).page_bytes()) * 2;
     DecodeConfig { part_bytes, ..DecodeConfig::new([layout].into(), [map].into(), 100) }
 }
+fn lost() -> Refusal {
+    Refusal::new(ErrorKind::NoPath, "its NIC is lost")
+}
 fn link_up(m: &mut Decode<GrantId>, link: LinkId, path: DataPath, lanes: u16, from: Layout) {
     let peer = if link == LINK { rank(0) } else { rank(1) }.key;
     let pools: Arc<[Layout]> = [from].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, rails: 1, share, pools });
+    m.handle_event(
+        at(0),
+        Event::LinkUp { link, peer, path, lanes, down: Vec::new(), rails: 1, share, pools },
+    );
 }
 /// A worker whose proofs are grant numbers, with one link of one lane.
 fn worker(path: DataPath) -> Decode<GrantId> {
@@ -309,7 +315,16 @@ fn what_comes_on_a_link_that_is_no_source_counts_for_nothing() {
     let (peer, path) = (rank(9).key, DataPath::ReceiverCopies);
     m.handle_event(
         at(0),
-        Event::LinkUp { link: foreign, peer, path, lanes: 1, rails: 1, share, pools },
+        Event::LinkUp {
+            link: foreign,
+            peer,
+            path,
+            lanes: 1,
+            down: Vec::new(),
+            rails: 1,
+            share,
+            pools,
+        },
     );
     lend_from(&mut m, ROOM, FOUR, &[3], halves());
     let grant = grant_of(&outputs(&mut m));
@@ -385,7 +400,10 @@ fn a_room_is_quiet_when_every_one_sided_source_is() {
             0 => m.handle_event(at(3), quiesced_on(LINK_B, grant, false)),
             1 => m.handle_timeout(at(2 + limits::QUIESCE_MS)),
             2 => {
-                m.handle_event(at(3), Event::LaneDown { link: LINK_B, lane: LaneId(0) });
+                m.handle_event(
+                    at(3),
+                    Event::LaneDown { link: LINK_B, lane: LaneId(0), why: lost() },
+                );
                 m.handle_event(at(3), quiesced_on(LINK_B, grant, false));
             }
             _ => down(&mut m, 3, LINK_B),
@@ -554,7 +572,16 @@ fn a_restarted_prefill_is_dialled_at_once_and_not_charged_with_its_predecessors_
     let pools: Arc<[Layout]> = [half(0)].into();
     let share = Arc::new(Share::between(&pools, &[small_layout()]).unwrap());
     let (link, path) = (LinkId(7), DataPath::ReceiverCopies);
-    let up = Event::LinkUp { link, peer: new.key, path, lanes: 1, rails: 1, share, pools };
+    let up = Event::LinkUp {
+        link,
+        peer: new.key,
+        path,
+        lanes: 1,
+        down: Vec::new(),
+        rails: 1,
+        share,
+        pools,
+    };
     m.handle_event(at(2), up);
     assert_eq!(replies(&outputs(&mut m)), [(2, true)]);
 }
@@ -590,9 +617,18 @@ fn once_its_links_are_up_a_room_that_waits_for_one_source_is_not_overtaken_at_th
     let peer = rank(3).key;
     m.handle_event(
         at(1),
-        Event::LinkUp { link: elsewhere, peer, path, lanes: 1, rails: 1, share, pools },
+        Event::LinkUp {
+            link: elsewhere,
+            peer,
+            path,
+            lanes: 1,
+            down: Vec::new(),
+            rails: 1,
+            share,
+            pools,
+        },
     );
-    m.handle_event(at(1), Event::LaneDown { link: elsewhere, lane: LaneId(0) });
+    m.handle_event(at(1), Event::LaneDown { link: elsewhere, lane: LaneId(0), why: lost() });
     m.handle_event(at(1), Event::AbortLocal { room: RoomId(2), why: "test".into() });
     outputs(&mut m);
     // The lanes of the second are free, and the first is before the third at one of them.
@@ -663,14 +699,17 @@ fn worker_with(path: DataPath, lanes: u16, rails: u16, per_room: u16) -> Decode<
     let pools: Arc<[Layout]> = [small_layout()].into();
     let share = Arc::new(Share::between(&pools, &pools).unwrap());
     let (link, peer) = (LINK, prefill().key);
-    m.handle_event(at(0), Event::LinkUp { link, peer, path, lanes, rails, share, pools });
+    m.handle_event(
+        at(0),
+        Event::LinkUp { link, peer, path, lanes, down: Vec::new(), rails, share, pools },
+    );
     m
 }
 fn lane_up(m: &mut Decode<GrantId>, lane: u16) {
     m.handle_event(at(1), Event::LaneUp { link: LINK, lane: LaneId(lane) });
 }
 fn lane_down(m: &mut Decode<GrantId>, lane: u16) {
-    m.handle_event(at(1), Event::LaneDown { link: LINK, lane: LaneId(lane) });
+    m.handle_event(at(1), Event::LaneDown { link: LINK, lane: LaneId(lane), why: lost() });
 }
 /// The lanes of the grants that were opened, in order.
 fn lanes_of(out: &[Output<GrantId>]) -> Vec<Vec<u16>> {
@@ -900,4 +939,135 @@ fn a_lane_comes_back_from_quarantine_with_its_next_connection() {
         assert_eq!((m.load().free_lanes, m.load().quarantined_blocks), (2, 0), "each once");
         assert_eq!(m.lanes.free(), 2);
     }
+}
+
+/// When a lane that went down at the start of a test is not waited for any more.
+const WAITED: u64 = 1 + limits::LANE_WAIT_MS;
+
+#[test]
+fn rooms_take_the_lanes_that_are_left_once_the_others_had_time_to_come_back() {
+    for (rails, left) in [(2, 1), (5, 1), (5, 3)] {
+        let mut m = worker_with(DataPath::OneSided, rails, rails, rails);
+        (left..rails).for_each(|lane| lane_down(&mut m, lane));
+        let out = lend_block(&mut m, ROOM.0);
+        let grant = grant_of(&out);
+        assert!(lanes_of(&out).is_empty(), "they may come back");
+        assert!(lanes_of(&lend_block(&mut m, 8)).is_empty());
+        assert_eq!(m.poll_timeout(), Some(at(WAITED)));
+        m.handle_timeout(at(WAITED - 1));
+        assert!(lanes_of(&outputs(&mut m)).is_empty());
+        m.handle_timeout(at(WAITED));
+        let all: Vec<u16> = (0..left).collect();
+        assert_eq!(lanes_of(&outputs(&mut m)), [all.clone()], "the first of {rails} rails");
+        // The next waits for what is lent, not for what is lost, and not with less than that.
+        arrive(&mut m, LINK, grant, 0..PARTS);
+        m.handle_event(at(WAITED + 1), quiesced(grant, true));
+        m.handle_event(at(WAITED + 2), Event::Fenced { grant, proof: grant });
+        assert_eq!(lanes_of(&outputs(&mut m)), [all]);
+        // All are back.
+        (left..rails).for_each(|lane| lane_up(&mut m, lane));
+        assert!(lanes_of(&lend_block(&mut m, 9)).is_empty(), "some are lent, and all may be had");
+    }
+}
+
+#[test]
+fn waits_for_lost_lanes_begin_anew_when_the_process_stood_still() {
+    let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+    lane_down(&mut m, 1);
+    lend_block(&mut m, 1);
+    m.stood_still(at(WAITED));
+    m.handle_timeout(at(WAITED));
+    assert!(lanes_of(&outputs(&mut m)).is_empty());
+    m.handle_timeout(at(WAITED + limits::LANE_WAIT_MS));
+    assert_eq!(lanes_of(&outputs(&mut m)), [[0]]);
+}
+
+#[test]
+fn a_lane_that_was_lost_twice_is_waited_for_from_the_second_time_on() {
+    let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+    lane_down(&mut m, 1);
+    lend_block(&mut m, 1);
+    // Lost while it was down is the same outage.
+    m.handle_event(at(500), Event::LaneDown { link: LINK, lane: LaneId(1), why: lost() });
+    assert_eq!(m.poll_timeout(), Some(at(WAITED)));
+    let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+    lane_down(&mut m, 0);
+    lane_down(&mut m, 1);
+    lane_up(&mut m, 0);
+    lane_up(&mut m, 1);
+    m.handle_event(at(500), Event::LaneDown { link: LINK, lane: LaneId(1), why: lost() });
+    lend_block(&mut m, 1);
+    m.handle_timeout(at(WAITED));
+    assert!(lanes_of(&outputs(&mut m)).is_empty());
+    m.handle_timeout(at(500 + limits::LANE_WAIT_MS));
+    assert_eq!(lanes_of(&outputs(&mut m)), [[0]]);
+}
+
+#[test]
+fn without_a_lane_left_rooms_end_at_once_and_say_why() {
+    let mut m = worker_with(DataPath::OneSided, 2, 2, 2);
+    lane_down(&mut m, 0);
+    lane_down(&mut m, 1);
+    lend_block(&mut m, 1);
+    let patient = Reserve { wait_ms: 10_000, ..reservation(2, vec![prefill()]) };
+    assert_eq!(reserve(&mut m, "r", patient), None);
+    assert!(ends(&outputs(&mut m)).is_empty(), "they may come back");
+    let no_path = |why: &Refusal| {
+        assert_eq!(why.kind, ErrorKind::NoPath, "{why}");
+        for said in ["lanes_up=0", "lanes=2", "withheld=0", "its NIC is lost"] {
+            assert!(why.text.contains(said), "{said}: {why}");
+        }
+    };
+    m.handle_timeout(at(WAITED));
+    let out = outputs(&mut m);
+    let refused = out.iter().find_map(|o| match o {
+        Output::Reply { reply: Err(why), .. } => Some(why),
+        _ => None,
+    });
+    no_path(refused.unwrap());
+    // Blocks that were lent come back by a proof.
+    assert_eq!(fences(&out).len(), 1, "{out:?}");
+    no_path(&reserve(&mut m, "r", reservation(3, vec![prefill()])).unwrap());
+    assert_eq!(m.load().queued, 0);
+    // And when a lane is back, so are rooms.
+    lane_up(&mut m, 1);
+    assert_eq!(lanes_of(&lend_block(&mut m, 4)), [[1]]);
+}
+
+#[test]
+fn lanes_of_withheld_grants_are_not_waited_for() {
+    let mut m = worker_with(DataPath::ReceiverCopies, 3, 1, 2);
+    let grant = grant_of(&lend_block(&mut m, 1));
+    m.handle_event(at(2), Event::AbortLocal { room: RoomId(1), why: "x".into() });
+    m.handle_event(at(3), Event::FenceFailed { grant, why: lost() });
+    outputs(&mut m);
+    assert_eq!(lanes_of(&lend_block(&mut m, 2)), [[2]]);
+    assert_eq!(reserve(&mut m, "r", reservation(3, vec![prefill()])), None);
+    m.handle_timeout(at(1_000));
+    let why = outputs(&mut m).into_iter().find_map(|o| match o {
+        Output::Reply { reply, .. } => reply.err(),
+        _ => None,
+    });
+    let why = why.unwrap();
+    assert_eq!(why.kind, ErrorKind::Busy);
+    for said in ["lanes_up=3", "lanes=3", "withheld=2"] {
+        assert!(why.text.contains(said), "{said}: {why}");
+    }
+}
+
+#[test]
+fn lanes_that_are_down_when_a_link_comes_up_are_lent_when_they_are_up() {
+    let mut m = Decode::new(DecodeConfig { lanes_per_room: 2, ..config() });
+    let pools: Arc<[Layout]> = [small_layout()].into();
+    let share = Arc::new(Share::between(&pools, &pools).unwrap());
+    let (link, peer, path) = (LINK, prefill().key, DataPath::OneSided);
+    let down = vec![(LaneId(1), lost())];
+    let up = Event::LinkUp { link, peer, path, lanes: 2, down, rails: 2, share, pools };
+    m.handle_event(at(1), up);
+    assert_eq!(m.load().free_lanes, 1);
+    assert!(lanes_of(&lend_block(&mut m, 1)).is_empty());
+    m.handle_timeout(at(WAITED));
+    assert_eq!(lanes_of(&outputs(&mut m)), [[0]]);
+    lane_up(&mut m, 1);
+    assert_eq!(lanes_of(&lend_block(&mut m, 2)).len(), 0, "the first has the other");
 }

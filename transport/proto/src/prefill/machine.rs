@@ -210,7 +210,7 @@ impl<Q> Prefill<Q> {
                     .with("reason", reason.chars().take(200).collect::<String>());
                 self.abort(now, room, why.to_refusal());
             }
-            Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since } => {
+            Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since, down } => {
                 let fresh = Link {
                     peer,
                     path,
@@ -218,7 +218,7 @@ impl<Q> Prefill<Q> {
                     share,
                     pools,
                     maps,
-                    down: HashSet::new(),
+                    down: down.into_iter().collect(),
                     since,
                     renewed: HashMap::new(),
                     orphans: 0,

@@ -170,8 +170,10 @@ pub enum Event<Q> {
         pools: Arc<[Layout]>,
         /// Where the pages of each are, on one-sided paths.
         maps: Arc<[Arc<PoolMap>]>,
-        /// When the last of its lanes came up, all of which are up now.
+        /// When the last of its lanes came up.
         since: Time,
+        /// Lanes that are not up.
+        down: Vec<LaneId>,
     },
     /// A link is lost for good.
     LinkDown {

@@ -38,7 +38,8 @@ fn link_up(m: &mut Prefill<()>, link: LinkId, name: &str, path: DataPath, layout
         DataPath::ReceiverCopies => [].into(),
     };
     let (part_bytes, since) = (1, at(0));
-    let up = Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since };
+    let up =
+        Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since, down: Vec::new() };
     m.handle_event(at(0), up);
 }
 fn outputs(m: &mut Prefill<()>) -> Vec<Output<()>> {
@@ -534,7 +535,8 @@ fn rows_of_a_prompt_without_tokens_are_sent_when_they_are_declared() {
     let share = Arc::new(Share::between(&pools, &pools).unwrap());
     let (link, path, part_bytes, maps) = (LINK, DataPath::ReceiverCopies, 1, [].into());
     let since = at(0);
-    let up = Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since };
+    let up =
+        Event::LinkUp { link, peer, path, part_bytes, share, pools, maps, since, down: Vec::new() };
     m.handle_event(at(0), up);
     let (room, takers, deadline_ms) = (ROOM, Takers::Any(1), 60_000);
     let leg = Event::Attach { room, tokens: 0, takers, issuer: None, deadline_ms };
