@@ -59,7 +59,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    log(!matches!(cli.command, Command::Bootstrap(_) | Command::Worker(_)));
+    log(!matches!(
+        cli.command,
+        Command::Bootstrap(_) | Command::Worker(_) | Command::EmulatedNic(_)
+    ));
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(e) => {

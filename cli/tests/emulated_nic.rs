@@ -1,7 +1,7 @@
 //! `kvlane emulated-nic` as a process, with clients in two others.
 #![allow(clippy::unwrap_used, clippy::panic)] // Tests fail by panicking.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use kvlane_transport::emulated::faults::{Fault, Target, What};
 use kvlane_transport::memory::Region;
 use kvlane_transport::mlx5::completion::What as Said;
 use kvlane_transport::mlx5::{Remote, Segment, entry};
-use kvlane_transport::sys::unix::Name;
+use kvlane_transport::sys::unix::{Name, Socket};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const KVLANE: &str = env!("CARGO_BIN_EXE_kvlane");
@@ -250,6 +250,32 @@ fn it_ends_with_its_standard_input_and_takes_no_wrong_fault() {
         .unwrap();
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(!out.status.success() && said.contains("hold-landing"), "{said}");
+}
+
+#[test]
+fn its_log_says_that_it_began_whom_it_threw_out_and_what_killed_it() {
+    let socket = format!("@kvlane-log-{}", std::process::id());
+    let mut command = Command::new(KVLANE);
+    command.args(["emulated-nic", "--socket", &socket, "--fault", "kill"]).stderr(Stdio::piped());
+    let mut nic = Process::start(&mut command);
+    nic.line("{");
+    let mut worker = Worker::open(&socket);
+    let stranger = Socket::dial(&socket.parse().unwrap()).unwrap();
+    stranger.send(b"what?", &[]).unwrap();
+    wait_for("thrown out", || (worker.hca.stats().unwrap().thrown_out == 1).then_some(()));
+    // Who looks and goes is not thrown out.
+    say("stats", &socket, &[]);
+    let own = worker.card();
+    let to = worker.connect(&own);
+    worker.write(to, b"last", 6);
+    wait_for("the end", || nic.child.try_wait().unwrap());
+    let mut said = String::new();
+    nic.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    let lines: Vec<_> = said.lines().collect();
+    let words = ["has started", "a client was thrown out", "killed by a fault"];
+    assert_eq!(lines.len(), 3, "{said}");
+    assert!(lines.iter().zip(words).all(|(line, word)| line.contains(word)), "{said}");
+    assert!(lines.iter().all(|line| line.contains(&socket[1..])), "{said}");
 }
 
 /// Ticks of 10 ms that a process has had.
