@@ -231,8 +231,8 @@ async fn lost_connections_cost_no_bytes_and_what_they_left_never_lands_in_reused
     let mut nics = Nics::new();
     nics.fault(What::Delay { us: LATE.as_micros() as u64 }, 0);
     let weather = |few: u64| match few % 5 {
-        0 => Weather::Held,
-        1 => Weather::Down,
+        3 => Weather::Held,
+        4 => Weather::Down,
         _ => Weather::Lossy(3 + few % 7),
     };
     let done = run(&mut nics, 150, weather).await;
