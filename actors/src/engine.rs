@@ -38,9 +38,6 @@ pub enum EngineChoice {
     /// Pages written by the sender's NICs. This build posts to emulated ones only: the pools must be
     /// [`Pools::own_for_nics`], and rates mean nothing.
     Gpunetio(GpunetioConfig),
-    /// A toy that writes the peer's memory itself.
-    #[cfg(test)]
-    Toy(crate::toy::ToyConfig),
 }
 
 impl EngineChoice {
@@ -51,8 +48,6 @@ impl EngineChoice {
             Self::Shm(_) => "shm",
             Self::Auto { .. } => auto::NAME,
             Self::Gpunetio(_) => "gpunetio",
-            #[cfg(test)]
-            Self::Toy(_) => "toy",
         }
     }
     /// Every name under which a peer can be linked, best first, as others are told: emulated NICs are
@@ -76,8 +71,6 @@ impl EngineChoice {
                 Self::Tcp(tcp.clone()).make()?,
             ])?),
             Self::Gpunetio(config) => Box::new(GpunetioEngine::new(config.clone())?),
-            #[cfg(test)]
-            Self::Toy(config) => Box::new(crate::toy::Toy::new(config.clone())?),
         })
     }
 }

@@ -31,12 +31,11 @@ pub mod faults;
 mod handle;
 mod hooks;
 mod links;
+mod outages;
 mod pool;
 mod prefill;
 mod runtime;
 mod shell;
-#[cfg(test)]
-mod toy;
 
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
 pub use engine::{EMULATED, EngineChoice};

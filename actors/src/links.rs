@@ -22,6 +22,7 @@ use kvlane_transport::engine::{Caps, Command};
 use kvlane_transport::quic::{Death, FrameReceiver, FrameSender, Session, Watch};
 
 use crate::engine::Commands;
+use crate::outages::Told;
 
 /// Something arrived on a link.
 #[derive(Message)]
@@ -78,28 +79,8 @@ pub(crate) struct Links {
     links: BTreeMap<LinkId, Entry>,
     by_peer: HashMap<Identity, LinkId>,
     next: u64,
+    /// Of lost links.
     told: Told,
-}
-
-/// What was said of lost links: a peer that comes and goes must not fill the log.
-#[derive(Default)]
-struct Told {
-    last: Option<Time>,
-    left_out: u64,
-}
-
-impl Told {
-    const EVERY_MS: u64 = 200;
-
-    fn warn(&mut self, now: Time, peer: &WorkerKey, why: &Refusal) {
-        if self.last.is_some_and(|last| now.ms_since(last) < Self::EVERY_MS) {
-            self.left_out += 1;
-            return;
-        }
-        self.last = Some(now);
-        let left_out = std::mem::take(&mut self.left_out);
-        tracing::warn!(%peer, %why, left_out, "link is lost");
-    }
 }
 
 impl Links {
@@ -111,6 +92,10 @@ impl Links {
     ) -> Self {
         let (links, by_peer) = (BTreeMap::new(), HashMap::new());
         Self { config, maps, engine, caps, links, by_peer, next: 0, told: Told::default() }
+    }
+    /// Who is at the other end of a link.
+    pub(crate) fn peer(&self, link: LinkId) -> Option<&WorkerKey> {
+        self.links.get(&link).map(|l| l.machine.peer())
     }
     /// Rails that the lanes of a link are spread over.
     pub(crate) fn rails(&self) -> u16 {
@@ -303,7 +288,9 @@ impl Links {
                 Output::Lost(why) => {
                     let peer = entry.machine.peer().clone();
                     let was_up = entry.up.is_some();
-                    self.told.warn(now, &peer, &why);
+                    if let Some(left_out) = self.told.turn(now) {
+                        tracing::warn!(%peer, %why, left_out, "link is lost");
+                    }
                     if let Some(engine) = entry.up {
                         metrics::gauge!("kvlane_links", "engine" => engine).decrement(1);
                     }

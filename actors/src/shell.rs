@@ -25,6 +25,7 @@ use crate::calls::{CallIn, Calls, CallsGone};
 use crate::engine::{Commands, Inbox};
 use crate::hooks::Hooks;
 use crate::links::{LinkIn, Links, News};
+use crate::outages::{Outages, Told};
 use crate::runtime::{EngineWake, Fate, Parts, SessionIn, Stop, WorkerEnd};
 
 /// Dials to prefill workers at a time.
@@ -65,6 +66,9 @@ pub(crate) struct Shell {
     pub(crate) dials: Arc<Semaphore>,
     pub(crate) news: VecDeque<News>,
     inbox: Inbox,
+    outages: Outages,
+    /// Of the engine's troubles.
+    told: Told,
     load: watch::Sender<Load>,
     timer: Option<(Time, SpawnHandle)>,
     fate: Fate,
@@ -91,6 +95,8 @@ impl<S: Side> Worker<S> {
             dials: Arc::new(Semaphore::new(DIALS_MAX)),
             news: VecDeque::new(),
             inbox,
+            outages: Outages::default(),
+            told: Told::default(),
             load,
             timer: None,
             fate,
@@ -121,6 +127,7 @@ impl<S: Side> Worker<S> {
                 // The rooms ask for their fences first.
                 while self.side.step(&mut self.shell, ctx) {}
                 self.shell.links.close_engine(link);
+                self.shell.outages.forget(link);
             }
         }
     }
@@ -138,18 +145,29 @@ impl<S: Side> Worker<S> {
     }
 
     fn engine_event(&mut self, now: Time, event: EngineEvent, ctx: &mut Context<Self>) {
-        let links = &mut self.shell.links;
+        let Shell { links, outages, told, .. } = &mut self.shell;
         let news = match &event {
-            EngineEvent::LaneUp { link, lane } => links.handle(now, *link, Event::LaneUp(*lane)),
+            EngineEvent::LaneUp { link, lane } => {
+                outages.up(*link, *lane);
+                links.handle(now, *link, Event::LaneUp(*lane))
+            }
             EngineEvent::LaneDown { link, lane, why } => {
                 tracing::debug!(link = link.0, lane = lane.0, %why, "lane is down");
                 metrics::counter!("kvlane_lanes_lost_total").increment(1);
+                if links.peer(*link).is_some() {
+                    outages.down(now, *link, *lane, why);
+                }
                 links.handle(now, *link, Event::LaneDown(*lane, why.clone()))
             }
             EngineEvent::Scrapped { bytes, why, .. } => {
                 return tracing::debug!(bytes, %why, "frame read to scrap");
             }
-            EngineEvent::Trouble(e) => return tracing::error!(error = %e, "engine"),
+            EngineEvent::Trouble(e) => {
+                if let Some(left_out) = told.turn(now) {
+                    tracing::error!(error = %e, left_out, "engine");
+                }
+                return;
+            }
             EngineEvent::Chosen { link, engine } => return links.chosen(*link, engine),
             _ => Vec::new(),
         };
@@ -173,7 +191,7 @@ impl<S: Side> Worker<S> {
 
     fn arm(&mut self, ctx: &mut Context<Self>) {
         let shell = &mut self.shell;
-        let due = [self.side.poll_timeout(), shell.links.next_timeout()];
+        let due = [self.side.poll_timeout(), shell.links.next_timeout(), shell.outages.due()];
         let mut next = due.into_iter().flatten().min();
         if shell.engine.flush() {
             let soon = now().plus_ms(1);
@@ -208,6 +226,11 @@ impl<S: Side> Worker<S> {
             self.shell.links.stood_still(now);
         }
         self.side.handle_timeout(now);
+        for (link, lanes, why) in self.shell.outages.take(now) {
+            if let Some(peer) = self.shell.links.peer(link) {
+                tracing::warn!(%peer, ?lanes, %why, "lanes are lost and do not come back");
+            }
+        }
         let news = self.shell.links.timeout(now);
         self.shell.news.extend(news);
         self.drive(ctx);

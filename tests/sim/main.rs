@@ -4,8 +4,8 @@
 //! `world.rs` is the loop and the faults, `shapes.rs` what instances and their ranks look like,
 //! `network.rs` what workers tell each other, `engines.rs` the three kinds of data path,
 //! `serving.rs` the routers and toy serving engines, `pools.rs` the memory, `coverage.rs` what the
-//! seeds have shown, `bed.rs` the one-sided engine by itself. A run is a function of its seed. A seed that fails prints the one line that
-//! plays it again with a trace.
+//! seeds have shown, `bed.rs` the one-sided engine by itself. A run is a function of its seed. A seed
+//! that fails prints the one line that plays it again with a trace.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::too_many_arguments)]
 

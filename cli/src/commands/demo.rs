@@ -1,9 +1,10 @@
 //! `kvlane demo`: a bootstrap service, prefill workers and decode workers (and their NICs, where those
-//! are emulated) as processes of their own, with certificates of a throw-away authority, and requests replayed through them.
+//! are emulated) as processes of their own, with certificates of a throw-away authority, and requests
+//! replayed through them.
 
 use std::process::ExitCode;
 
-use kvlane_proto::{Result, Role};
+use kvlane_proto::{Result, Role, limits};
 use kvlane_transport::quic::Security;
 
 use super::replay::{self, LoadArgs};
@@ -43,8 +44,8 @@ pub(crate) struct Args {
     /// With `--engine gpunetio`: NICs are processes of this program; rates mean nothing
     #[arg(long)]
     emulated: bool,
-    /// How many NICs there are; 2 if not given
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
+    /// With `--engine gpunetio`: how many NICs there are; 2 if not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(limits::RAILS_MAX)))]
     rails: Option<u16>,
     #[command(flatten)]
     load: LoadArgs,
@@ -54,7 +55,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     // With a wrong flag, nothing is started.
     let nics = args.rails.is_some().then_some("--rails");
     let Args { engine, emulated, checksum, .. } = args;
-    check_engine(&Asked { engine, emulated, checksum, nics })?;
+    check_engine(&Asked { engine, emulated, checksum, nics, listens: None })?;
     for tp in [args.prefill_tp, args.decode_tp] {
         models::pools(&args.model, models::PAGE_TOKENS, (0, tp))?;
     }

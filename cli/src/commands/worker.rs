@@ -69,11 +69,13 @@ pub(super) struct Asked {
     pub(super) checksum: bool,
     /// The flag that says how many NICs there are, if it was given.
     pub(super) nics: Option<&'static str>,
+    /// A flag that says where an engine without NICs listens, if one was given.
+    pub(super) listens: Option<&'static str>,
 }
 
 /// Refuses by name what an engine cannot do.
 pub(super) fn check_engine(asked: &Asked) -> Result<()> {
-    let Asked { engine, emulated, checksum, nics } = asked;
+    let Asked { engine, emulated, checksum, nics, listens } = asked;
     let name = engine.as_str();
     let refused = |what: String, fix: &'static str| {
         Err(Error::new(ErrorKind::Config, what).with("engine", name).hint(fix))
@@ -87,7 +89,13 @@ pub(super) fn check_engine(asked: &Asked) -> Result<()> {
             "--checksum is not for this engine: no code of the receiver sees a part".into(),
             "drop --checksum; NICs check what they carry",
         ),
-        EngineName::Gpunetio => Ok(()),
+        EngineName::Gpunetio => match listens {
+            Some(flag) => refused(
+                format!("{flag} is not for this engine: it listens nowhere, its NICs do"),
+                "drop it; --nic says which NICs",
+            ),
+            None => Ok(()),
+        },
         _ => match emulated.then_some("--emulated").or(*nics) {
             Some(flag) => refused(
                 format!("{flag} is not for this engine: it has no NICs of its own"),
@@ -154,7 +162,7 @@ pub(crate) struct Args {
     /// Use NICs that are processes of `kvlane emulated-nic`: for tests, rates mean nothing
     #[arg(long)]
     emulated: bool,
-    /// Socket of a NIC, @NAME or a file; one for each rail, in the same order at every worker
+    /// Socket of a NIC, @NAME or a file; one for each rail, the same ones at every worker
     #[arg(long, value_name = "SOCKET")]
     nic: Vec<Name>,
     /// Connections to each peer; 4 for each rail, if not given
@@ -185,7 +193,9 @@ impl Args {
     fn check_engine(&self) -> Result<()> {
         let nics = (!self.nic.is_empty()).then_some("--nic");
         let Self { engine, emulated, checksum, .. } = *self;
-        check_engine(&Asked { engine, emulated, checksum, nics })?;
+        let data = self.data.is_some().then_some("--data");
+        let listens = data.or(self.shm_dir.is_some().then_some("--shm-dir"));
+        check_engine(&Asked { engine, emulated, checksum, nics, listens })?;
         if let (EngineName::Gpunetio, None) = (engine, nics) {
             return Err(Error::new(ErrorKind::Config, "no NIC is named")
                 .with("engine", engine.as_str())

@@ -154,7 +154,10 @@ async fn handle(
     }
     reply.load = worker.load();
     match worker {
-        Worker::Prefill(handle) => reply.retries = handle.retries(),
+        Worker::Prefill(handle) => {
+            reply.retries = handle.retries();
+            reply.quarantined_blocks = reply.load.quarantined_blocks.into();
+        }
         Worker::Decode(handle) => reply.quarantined_blocks = handle.quarantine().blocks(),
     }
     reply

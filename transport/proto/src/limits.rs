@@ -42,6 +42,8 @@ pub const PAGE_BYTES_MAX: u32 = 64 << 20;
 pub const POOL_BLOCKS_MAX: u32 = 1 << 30;
 /// Parts are numbered in 24 bits.
 pub const PARTS_PER_ROOM_MAX: u32 = 1 << 24;
+/// Most rails (NICs) of one worker.
+pub const RAILS_MAX: u16 = 16;
 /// Most lanes of one link.
 pub const LANES_PER_LINK_MAX: u16 = 64;
 /// Most rooms that one worker holds at a time, waiting ones included.
