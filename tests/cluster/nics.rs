@@ -48,7 +48,7 @@ async fn room(router: &Router, prefill: &Worker, decode: &Worker) -> bool {
     };
     assert_eq!(received.pages_corrupt, 0, "{ended:?}");
     // What a report counts: the blocks that the prefill withholds too.
-    assert_eq!(sent.quarantined_blocks, sent.load.quarantined_blocks.into(), "{ended:?}");
+    assert_eq!(sent.quarantined_blocks, u64::from(sent.load.quarantined_blocks), "{ended:?}");
     if received.is_done() {
         assert_eq!(received.pages_verified, PAGES, "{ended:?}");
         return true;
