@@ -1,9 +1,11 @@
 //! Workers whose pages are written by NICs, which are processes of their own: what a dead one costs.
 
+use std::time::Duration;
+
 use kvlane_proto::{ErrorKind, Outcome, Role};
 
 use super::cluster::{Cluster, Ended, PAGE_TOKENS, PAGES_PER_BLOCK, Router, Worker};
-use super::process::Process;
+use super::process::{Process, within};
 
 const TOKENS: u32 = 900;
 const PAGES: u64 = (TOKENS.div_ceil(PAGE_TOKENS) as u64) * PAGES_PER_BLOCK;
@@ -60,6 +62,11 @@ async fn room(router: &Router, prefill: &Worker, decode: &Worker) -> bool {
     false
 }
 
+/// The line that tells of the lanes of a NIC that died.
+fn is_told(line: &&str) -> bool {
+    [" WARN ", "lanes are lost", "nic-0"].iter().all(|word| line.contains(word))
+}
+
 /// Rooms one after the other; which were done.
 async fn rooms(router: &Router, prefill: &Worker, decode: &Worker, count: usize) -> Vec<bool> {
     let mut ends = Vec::new();
@@ -100,6 +107,16 @@ async fn rooms_over_two_rails_are_done_and_go_on_over_the_one_that_is_left() {
     let (a, b, c, d, e) = tokio::join!(run(), run(), run(), run(), run());
     assert_eq!([a, b, c, d, e], [[true; 2]; 5]);
     decode.load("lanes of one rail", |l| l.rooms == 0 && l.free_lanes == 4).await;
+    for worker in [&prefill, &decode] {
+        let told = || worker.process.log().lines().filter(is_told).count();
+        let heard = async {
+            while told() == 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        within("the loss of the NIC is told", heard).await;
+        assert!(told() <= 4, "each lane once at most:\n{}", worker.process.log());
+    }
 }
 
 #[tokio::test]
@@ -131,7 +148,7 @@ async fn without_a_nic_left_rooms_end_and_say_so() {
     nics.processes[0].kill().await;
     decode.load("no lane", |l| l.free_lanes == 0).await;
     let mut request = Router::request(&prefill, &decode, TOKENS);
-    request.wait = std::time::Duration::from_secs(30);
+    request.wait = Duration::from_secs(30);
     let e = router.coordinator.reserve(request).await.unwrap_err();
     assert_eq!(e.kind(), ErrorKind::NoPath, "{e}");
     for said in ["no lane to the prefill is up", "lanes_up=0", "lanes=4", "nic-0"] {

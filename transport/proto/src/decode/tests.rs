@@ -958,11 +958,7 @@ fn rooms_take_the_lanes_that_are_left_once_the_others_had_time_to_come_back() {
         assert!(lanes_of(&outputs(&mut m)).is_empty());
         m.handle_timeout(at(WAITED));
         let all: Vec<u16> = (0..left).collect();
-        assert_eq!(
-            lanes_of(&outputs(&mut m)),
-            std::slice::from_ref(&all),
-            "the first of {rails} rails"
-        );
+        assert_eq!(lanes_of(&outputs(&mut m)), std::slice::from_ref(&all), "{rails} rails");
         // The next waits for what is lent, not for what is lost, and not with less than that.
         arrive(&mut m, LINK, grant, 0..PARTS);
         m.handle_event(at(WAITED + 1), quiesced(grant, true));
