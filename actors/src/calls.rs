@@ -9,6 +9,8 @@ use kvlane_proto::{Error, ErrorKind, Identity, Refusal};
 use kvlane_transport::quic::{FrameSender, Session};
 use kvlane_transport::seats::{SEATS_PER_IDENTITY, Seats};
 
+use crate::tasks;
+
 /// Calls of one session that may wait at a time.
 const CALLS_PER_SESSION_MAX: usize = 4096;
 
@@ -68,7 +70,7 @@ impl Calls {
         let mut seat = self.seats.take(&from);
         let actor = actor.clone();
         let (answers, mut calls, watch) = session.into_parts::<ReplyFrame, CallFrame>();
-        actix::spawn(async move {
+        tasks::spawn(async move {
             // The end of `watch` would be this process's death notice.
             loop {
                 let received = tokio::select! {

@@ -26,6 +26,7 @@ use crate::handle::{WorkerHandle, gone};
 use crate::links::News;
 use crate::runtime::{self, Parts, WorkerConfig};
 use crate::shell::{Shell, Side, Worker};
+use crate::tasks;
 
 /// The actor of a decode worker.
 type DecodeActor = Worker<Rooms>;
@@ -357,12 +358,12 @@ fn dial(to: WorkerAddress, shell: &Shell, ctx: &mut Context<DecodeActor>) {
     let actor = ctx.address();
     let peer = to.key.clone();
     let dials = shell.dials.clone();
-    let dialling = actix::spawn(async move {
+    let dialling = tasks::spawn(async move {
         // Routers name whom to dial: they get a few at a time. It is closed with the worker.
         let _dial = dials.acquire_owned().await;
         endpoint.dial(&to.address, Some(&to.key.identity), Purpose::Peer).await
     });
-    actix::spawn(async move {
+    tasks::spawn(async move {
         // A defect of the dial ends the dial, not the waiting for it.
         let session = dialling.await.unwrap_or_else(|e| {
             Err(Error::new(ErrorKind::Internal, "the dial has failed").caused_by(e))

@@ -75,6 +75,12 @@ impl WorkerHandle {
         self.about.load.clone()
     }
 
+    /// Connections and their writers that the worker's thread looks after, as tasks. What it starts
+    /// for itself (readers, dials) is the gauge `kvlane_tasks`.
+    pub fn tasks(&self) -> usize {
+        self.about.runtime.metrics().num_alive_tasks()
+    }
+
     /// Waits for the actor's answer: a few at a time, and not for ever.
     pub(crate) async fn asked<T>(
         &self,

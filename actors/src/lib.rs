@@ -36,6 +36,7 @@ mod pool;
 mod prefill;
 mod runtime;
 mod shell;
+mod tasks;
 
 pub use decode::{DecodeHandle, DecodeWorker, Ending, Filling, LendRequest};
 pub use engine::{EMULATED, EngineChoice};

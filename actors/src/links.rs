@@ -23,6 +23,7 @@ use kvlane_transport::quic::{Death, FrameReceiver, FrameSender, Session, Watch};
 
 use crate::engine::Commands;
 use crate::outages::Told;
+use crate::tasks;
 
 /// Something arrived on a link.
 #[derive(Message)]
@@ -126,7 +127,7 @@ impl Links {
         let link = LinkId(self.next);
         let (sender, receiver, watch) = session.into_parts::<PeerFrame, PeerFrame>();
         let (stop, stopped) = tokio::sync::oneshot::channel();
-        actix::spawn(read(link, receiver, watch, actor.clone(), stopped));
+        tasks::spawn(read((link, peer.clone()), receiver, watch, actor.clone(), stopped));
         let machine = Link::new(now, peer.clone(), self.config.clone());
         self.links
             .insert(link, Entry { machine, sender, _stop: stop, engine: self.caps.name, up: None });
@@ -319,7 +320,7 @@ impl Links {
 /// Brings frames to the actor one at a time: a peer that sends faster than the actor works is
 /// stopped by its own connection's window.
 async fn read<A>(
-    link: LinkId,
+    (link, peer): (LinkId, WorkerKey),
     mut frames: FrameReceiver<PeerFrame>,
     mut watch: Watch,
     actor: Addr<A>,
@@ -336,7 +337,11 @@ async fn read<A>(
             frame = frames.recv() => match frame {
                 Ok(Some(frame)) => Event::Frame(frame),
                 Ok(None) => Event::Closed(Refusal::new(ErrorKind::PeerLost, "the peer closed the session")),
-                Err(e) => Event::Closed(e.to_refusal()),
+                Err(e) if e.kind() == ErrorKind::PeerLost => {
+                    let again = "place the request again; a restarted worker is a new one";
+                    Event::Closed(e.with("peer", &peer).hint(again).to_refusal())
+                }
+                Err(e) => Event::Closed(e.with("peer", &peer).to_refusal()),
             },
             death = watch.died(), if !noticed => match death {
                 Death::Notice => {

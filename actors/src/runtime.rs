@@ -23,6 +23,7 @@ use tokio::sync::{oneshot, watch};
 
 use crate::engine::{self, Commands, EngineChoice, Inbox};
 use crate::pool::Pools;
+use crate::tasks;
 
 /// How a worker is set up.
 #[derive(Clone, Debug)]
@@ -168,6 +169,7 @@ pub(crate) struct About {
     pub(crate) load: watch::Receiver<Load>,
     pub(crate) registration: watch::Receiver<RegistrationState>,
     pub(crate) end: watch::Receiver<Option<WorkerEnd>>,
+    pub(crate) runtime: tokio::runtime::Handle,
 }
 
 impl About {
@@ -249,15 +251,16 @@ async fn run<A>(
         load: loads.clone(),
         registration,
         end: ended,
+        runtime: tokio::runtime::Handle::current(),
     };
     if started.send(Ok(Running { actor: actor.clone(), about })).is_err() {
         return;
     }
     tracing::info!(worker = %record.worker.key, address = %record.worker.address, "worker listens");
-    let accepting = actix::spawn(accept(endpoint.clone(), actor.clone()));
+    let accepting = tasks::spawn(accept(endpoint.clone(), actor.clone()));
     let registering = service.map(|service| {
         let client = ServiceClient::new(endpoint.clone(), service);
-        actix::spawn(register(client, record, loads, state, actor.clone()))
+        tasks::spawn(register(client, record, loads, state, actor.clone()))
     });
     tokio::select! {
         // The actor holds the other end: it has stopped, or has been unwound.
@@ -378,7 +381,7 @@ async fn register<A: Actor<Context = Context<A>> + Handler<Stop>>(
 ) {
     let state = Arc::new(state);
     loop {
-        let end = actix::spawn(keep_registered(
+        let end = tasks::spawn(keep_registered(
             client.clone(),
             record.clone(),
             LeaseConfig::default(),

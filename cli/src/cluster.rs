@@ -1,8 +1,8 @@
 //! Processes of this program that make a cluster for the time of a command.
 //!
 //! Owns: a scratch directory with a throw-away authority, certificates and logs, and the children.
-//! In: who each process is, and its flags. Out: what it says when it is ready, its pipes, how it
-//! ended. Invariants: every process has a certificate of its own; a child is told to end by the end
+//! In: who each process is, and its flags; which is to be killed. Out: what it says when it is
+//! ready, its pipes, how it ended. Invariants: every process has a certificate of its own; a child is told to end by the end
 //! of its standard input, so none outlives this process; every wait has a deadline.
 
 use std::collections::BTreeMap;
@@ -36,6 +36,10 @@ impl Started {
     /// Where its QUIC endpoint is.
     pub(crate) fn quic(&self) -> &str {
         self.ready["quic"].as_str().unwrap_or_default()
+    }
+    /// Where a worker's stand-in takes requests.
+    pub(crate) fn serving(&self) -> &str {
+        self.ready["serving"].as_str().unwrap_or_default()
     }
 }
 
@@ -74,36 +78,38 @@ impl Cluster {
     pub(crate) fn identity(&self, role: Role, instance: &str, rank: u32) -> Result<Identity> {
         Identity::new(self.name, role, instance, rank)
     }
-    /// Issues certificates; gives their directory.
+    /// Issues certificates, once; gives their directory.
     ///
     /// # Errors
     /// [`ErrorKind::Io`] if they cannot be written.
     pub(crate) fn certs(&self, identity: &Identity) -> Result<PathBuf> {
         let Identity { role, instance, rank, .. } = identity;
         let dir = self.dir.path().join(format!("certs-{role}-{instance}-{rank}"));
-        ca::issue(&self.ca(), &dir, identity, 1)?;
+        if !dir.exists() {
+            ca::issue(&self.ca(), &dir, identity, 1)?;
+        }
         Ok(dir)
     }
 
-    /// Starts the bootstrap service on a free port.
+    /// Starts the bootstrap service there; port 0 is a free one.
     ///
     /// # Errors
     /// As [`Cluster::start`].
-    pub(crate) async fn start_service(&mut self) -> Result<Started> {
+    pub(crate) async fn start_service(&mut self, listen: &str) -> Result<Started> {
         let identity = self.identity(Role::Service, "bootstrap", 0)?;
-        let flags = ["bootstrap", "--quic", "127.0.0.1:0", "--until-stdin-closes"];
+        let flags = ["bootstrap", "--quic", listen, "--until-stdin-closes"];
         self.start(&identity, &flags).await
     }
-    /// Starts an emulated NIC; gives its socket.
+    /// Starts an emulated NIC; gives its socket and process.
     ///
     /// # Errors
     /// As [`Cluster::start`].
-    pub(crate) async fn start_nic(&mut self, n: u16) -> Result<String> {
+    pub(crate) async fn start_nic(&mut self, n: u16) -> Result<(String, u32)> {
         let name = format!("nic-{n}");
-        let socket = self.dir.path().join(&name).display().to_string();
+        let socket = self.file(&name);
         let flags = ["emulated-nic", "--socket", &socket, "--name", &name, "--until-stdin-closes"];
-        self.spawn(&name, None, &flags).await?;
-        Ok(socket)
+        let nic = self.spawn(&name, None, &flags).await?;
+        Ok((socket, nic.pid))
     }
     /// Starts this program with `flags` and certificates, and waits for its line that says it is
     /// ready. It must end with its standard input.
@@ -120,7 +126,10 @@ impl Cluster {
         let failed = |why: &str| Error::new(ErrorKind::Io, why.to_string()).with("process", name);
         let program = std::env::current_exe()
             .map_err(|e| failed("this program cannot be found").caused_by(e))?;
-        let log = std::fs::File::create(self.log(name))
+        let log = std::fs::File::options()
+            .create(true)
+            .append(true)
+            .open(self.log(name))
             .map_err(|e| failed("cannot write a log").caused_by(e))?;
         let mut child = Command::new(program)
             .args(flags)
@@ -148,6 +157,29 @@ impl Cluster {
         }
         Ok(Started { pid, ready })
     }
+    /// Kills a process, as the kernel does when memory is short, and waits until it is gone; from
+    /// here on it is not missed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if there is none, or it has ended by itself.
+    pub(crate) async fn kill(&mut self, pid: u32) -> Result<()> {
+        let gone = |why| Error::new(ErrorKind::NotFound, why).with("pid", pid);
+        let at = self.processes.iter().position(|p| p.child.id() == Some(pid));
+        let at = at.ok_or_else(|| gone("no such process to kill"))?;
+        let Process { name, child, .. } = &mut self.processes[at];
+        if let Ok(Some(status)) = child.try_wait() {
+            let e = gone("a process has ended by itself").with("process", name);
+            return Err(e.with("found", how(status)));
+        }
+        child.kill().await.map_err(|e| gone("a process cannot be killed").caused_by(e))?;
+        self.processes.remove(at);
+        Ok(())
+    }
+    /// Where a file of this cluster is.
+    pub(crate) fn file(&self, name: &str) -> String {
+        self.dir.path().join(name).display().to_string()
+    }
+
     /// The standard input and output of a process, for whoever speaks with it; they can be had
     /// once. Dropping the input tells it to end.
     pub(crate) fn pipes(

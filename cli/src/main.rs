@@ -2,14 +2,18 @@
 //!
 //! `demo` starts a whole cluster of processes on this machine and replays requests through it;
 //! `bootstrap`, `worker` and `replay` are its parts; `ca` makes certificates. [`load`] says what is
-//! replayed and what each byte must be, [`standin`] stands in for model servers, [`report`] counts.
+//! replayed and what each byte must be, [`standin`] stands in for model servers, [`report`] counts,
+//! [`chaos`] breaks things meanwhile.
 //! [`mod@bench`] measures engines by themselves.
 
 mod bench;
+mod chaos;
 mod cluster;
 mod commands;
+mod counters;
 mod load;
 mod memory;
+mod proc;
 mod report;
 mod scratch;
 mod standin;

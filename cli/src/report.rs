@@ -8,6 +8,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvlane_proto::{Error, ErrorKind, Refusal, Result};
 use serde::Serialize;
 
+use crate::chaos;
+
 /// A value as one line of JSON, its end included.
 ///
 /// # Errors
@@ -37,6 +39,9 @@ pub(crate) struct Totals {
     pub(crate) rooms_completed: u64,
     pub(crate) rooms_aborted: u64,
     pub(crate) rooms_failed: u64,
+    /// Rooms that neither ended nor failed by name, and what was said of the first.
+    pub(crate) rooms_lost: u64,
+    pub(crate) lost_message: Option<String>,
     /// Bytes of the rooms that completed.
     pub(crate) bytes: u64,
     pub(crate) pages_verified: u64,
@@ -61,31 +66,55 @@ pub(crate) struct Totals {
     pub(crate) emulated: bool,
     /// A signal ended it before every request was done.
     pub(crate) interrupted: bool,
+    /// What became of it under faults.
+    #[serde(flatten)]
+    pub(crate) chaos: Option<chaos::Report>,
+    /// Rooms, some of whose legs the client hung up on, and rooms without legs.
+    #[serde(skip)]
+    pub(crate) legs_hung_up: u64,
+    #[serde(skip)]
+    pub(crate) never_claimed: u64,
     /// What failed, by error code.
     pub(crate) failures: BTreeMap<&'static str, Failures>,
     #[serde(skip)]
     pub(crate) handoffs: Vec<Duration>,
+    /// When each room that completed did.
+    #[serde(skip)]
+    pub(crate) completed_at: Vec<Instant>,
 }
 
 /// Failures of one code.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Failures {
     pub(crate) count: u64,
+    /// How many, by the side that is to blame.
+    pub(crate) blame: BTreeMap<&'static str, u64>,
     /// What the first of them said.
     pub(crate) message: String,
 }
 
+fn message(why: &Refusal) -> String {
+    let fix = if why.hint.is_empty() { "" } else { "; fix: " };
+    format!("{}{fix}{}", why.text, why.hint)
+}
+
 impl Totals {
     pub(crate) fn rooms(&self) -> u64 {
-        self.rooms_completed + self.rooms_aborted + self.rooms_failed
+        self.rooms_completed + self.rooms_aborted + self.rooms_failed + self.rooms_lost
+    }
+    pub(crate) fn lost(&mut self, why: &Refusal) {
+        self.rooms_lost += 1;
+        self.lost_message.get_or_insert_with(|| message(why));
     }
     pub(crate) fn failed(&mut self, why: &Refusal) {
         self.rooms_failed += 1;
-        let of_code = self.failures.entry(why.kind.code()).or_insert_with(|| {
-            let fix = if why.hint.is_empty() { "" } else { "; fix: " };
-            Failures { count: 0, message: format!("{}{fix}{}", why.text, why.hint) }
+        let of_code = self.failures.entry(why.kind.code()).or_insert_with(|| Failures {
+            count: 0,
+            blame: BTreeMap::new(),
+            message: message(why),
         });
         of_code.count += 1;
+        *of_code.blame.entry(why.blame.as_str()).or_default() += 1;
     }
     pub(crate) fn finish(&mut self, elapsed: Duration) {
         self.seconds = elapsed.as_secs_f64();
@@ -100,8 +129,12 @@ impl Totals {
     }
     /// Every room ended, and every page of those that completed is right.
     pub(crate) fn is_good(&self, rooms: u64) -> bool {
+        if let Some(chaos) = &self.chaos {
+            return self.rooms() == rooms && chaos.wrong.is_empty();
+        }
         self.rooms() == rooms
             && self.rooms_failed == 0
+            && self.rooms_lost == 0
             && self.pages_corrupt == 0
             && self.quarantined_blocks == 0
     }
@@ -117,6 +150,7 @@ impl Totals {
             ("rooms completed", self.rooms_completed.to_string()),
             ("rooms aborted", self.rooms_aborted.to_string()),
             ("rooms failed", self.rooms_failed.to_string()),
+            ("rooms lost", self.rooms_lost.to_string()),
             ("bytes moved", format!("{:.3} GB", self.bytes as f64 / 1e9)),
             ("tokens from prefix, not sent", self.prefix_tokens.to_string()),
             ("pages verified", self.pages_verified.to_string()),
@@ -140,13 +174,22 @@ impl Totals {
         if self.prompts_cut > 0 {
             rows.insert(3, ("prompts cut to the pool", self.prompts_cut.to_string()));
         }
+        if let Some(chaos) = &self.chaos {
+            chaos.rows(&mut rows);
+        }
         let width = rows.iter().map(|r| r.0.len()).max().unwrap_or(0);
         let mut out = String::new();
         for (name, value) in rows {
             out.push_str(&format!("  {name:<width$}  {value}\n"));
         }
-        for (code, Failures { count, message }) in &self.failures {
+        for (code, Failures { count, message, .. }) in &self.failures {
             out.push_str(&format!("  failed {count} x  {code}: {message}\n"));
+        }
+        if let Some(message) = &self.lost_message {
+            out.push_str(&format!("  lost {} x  {message}\n", self.rooms_lost));
+        }
+        for wrong in self.chaos.iter().flat_map(|chaos| &chaos.wrong) {
+            out.push_str(&format!("  wrong: {wrong}\n"));
         }
         out
     }
@@ -157,13 +200,14 @@ pub(crate) struct Progress {
     bar: ProgressBar,
     lines: bool,
     said: Instant,
-    rooms: u64,
+    /// None where time ends it.
+    rooms: Option<u64>,
 }
 
 impl Progress {
-    pub(crate) fn new(rooms: u64, quiet: bool) -> Self {
+    pub(crate) fn new(rooms: Option<u64>, quiet: bool) -> Self {
         let terminal = std::io::stderr().is_terminal();
-        let bar = ProgressBar::new(rooms);
+        let bar = rooms.map_or_else(ProgressBar::no_length, ProgressBar::new);
         if quiet || !terminal {
             bar.set_draw_target(ProgressDrawTarget::hidden());
         } else if let Ok(style) =
@@ -185,7 +229,8 @@ impl Progress {
         self.bar.set_position(totals.rooms());
         if self.lines && self.said.elapsed() >= Duration::from_secs(1) {
             self.said = Instant::now();
-            eprintln!("{}/{} rooms  {line}", totals.rooms(), self.rooms);
+            let of = self.rooms.map(|rooms| format!("/{rooms}")).unwrap_or_default();
+            eprintln!("{}{of} rooms  {line}", totals.rooms());
         }
         self.bar.set_message(line);
     }
@@ -214,8 +259,8 @@ mod tests {
         assert_eq!(
             json["failures"],
             serde_json::json!({
-                "limit_exceeded": { "count": 2, "message": "too many (asked=7); fix: ask for less" },
-                "busy": { "count": 1, "message": "full" },
+                "limit_exceeded": { "count": 2, "blame": { "caller": 2 }, "message": "too many (asked=7); fix: ask for less" },
+                "busy": { "count": 1, "blame": { "decode": 1 }, "message": "full" },
             })
         );
         assert!(totals.table().contains("failed 2 x  limit_exceeded: too many (asked=7)"));

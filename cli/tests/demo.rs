@@ -41,7 +41,7 @@ fn with_emulated_nics_rooms_are_done_and_nothing_is_taken_for_a_measurement() {
 
 #[test]
 fn what_an_engine_cannot_do_is_refused_by_name_before_anything_is_started() {
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["demo", "--engine", "gpunetio"], "add --emulated; rates then mean nothing"),
         (&["demo", "--rails", "2"], "--rails is not for this engine"),
         (&["demo", "--emulated", "--engine", "shm"], "--emulated is not for this engine"),
@@ -54,6 +54,19 @@ fn what_an_engine_cannot_do_is_refused_by_name_before_anything_is_started() {
         (
             &["worker", "--insecure", "--role", "decode", "--engine", "gpunetio", "--emulated"],
             "kvlane emulated-nic --socket",
+        ),
+        (
+            &[
+                "worker",
+                "--insecure",
+                "--role",
+                "decode",
+                "--engine",
+                "shm",
+                "--data-advertise",
+                "127.0.0.1",
+            ],
+            "--data-advertise is not for this engine",
         ),
         (
             &[

@@ -56,6 +56,8 @@ pub(crate) struct Cluster {
     pub(crate) bootstrap: Process,
     pub(crate) service: String,
     trust: Trust,
+    /// Where the service and routers are.
+    ip: std::net::IpAddr,
     // Last, so that processes are gone before their files are.
     dir: Scratch,
 }
@@ -71,11 +73,15 @@ impl Cluster {
     }
 
     pub(crate) async fn start_in(dir: Scratch, trust: Trust) -> Self {
-        let mut flags = args(&["bootstrap", "--quic", "127.0.0.1:0"]);
+        Self::start_at(dir, trust, [127, 0, 0, 1].into()).await
+    }
+
+    pub(crate) async fn start_at(dir: Scratch, trust: Trust, ip: std::net::IpAddr) -> Self {
+        let mut flags = args(&["bootstrap", "--quic", &format!("{ip}:0")]);
         flags.extend(security(&trust, dir.path(), Role::Service, "bootstrap"));
         let mut bootstrap = Process::spawn(dir.path(), "bootstrap", &flags);
         let service = bootstrap.ready().await["quic"].as_str().unwrap().to_string();
-        Self { bootstrap, service, trust, dir }
+        Self { bootstrap, service, trust, ip, dir }
     }
 
     pub(crate) fn dir(&self) -> &Path {
@@ -99,6 +105,17 @@ impl Cluster {
 
     /// Starts a worker.
     pub(crate) fn spawn_worker(&self, role: Role, name: &str, extra: &[&str]) -> Worker {
+        self.spawn_worker_in(None, role, name, extra)
+    }
+
+    /// Starts a worker in a network namespace.
+    pub(crate) fn spawn_worker_in(
+        &self,
+        space: Option<&str>,
+        role: Role,
+        name: &str,
+        extra: &[&str],
+    ) -> Worker {
         let key = self.dir().join(format!("{name}.key")).display().to_string();
         let mut flags = args(&[
             "worker",
@@ -108,6 +125,7 @@ impl Cluster {
             &self.service,
             "--reset-key",
             &key,
+            "--canaries",
         ]);
         if !extra.contains(&"--model") {
             flags.extend(args(&["--model", "tiny", "--pool-mib", "8"]));
@@ -116,12 +134,14 @@ impl Cluster {
         if matches!(self.trust, Trust::Nobody) {
             flags.extend(args(&["--name", name]));
         }
-        let identity = Identity::new("default", role, name, 0).unwrap();
+        let rank = extra.iter().position(|flag| *flag == "--rank");
+        let rank = rank.map_or(0, |at| extra[at + 1].parse().unwrap());
+        let identity = Identity::new("default", role, name, rank).unwrap();
         let dir = self.dir().to_path_buf();
         let first = [flags.clone(), args(extra)].concat();
-        let process = Process::spawn(&dir, name, &first);
-        let (quic, serving, incarnation, blocks) = Default::default();
-        Worker { process, identity, quic, serving, incarnation, blocks, dir, flags }
+        let process = Process::spawn_in(&dir, name, &first, space);
+        let (quic, listens, serving, incarnation, blocks) = Default::default();
+        Worker { process, identity, quic, listens, serving, incarnation, blocks, dir, flags }
     }
 
     /// A router in this process.
@@ -131,7 +151,10 @@ impl Cluster {
             Trust::Nobody => Security::Insecure,
             Trust::Ca(ca) => Security::Mutual { dir: certificate(ca, self.dir(), &identity) },
         };
-        let config = CoordinatorConfig::new(&self.service, security, identity.clone());
+        let mut config = CoordinatorConfig::new(&self.service, security, identity.clone());
+        if !self.ip.is_loopback() {
+            config.listen = (self.ip, 0).into();
+        }
         let coordinator = within("a router's start", Coordinator::connect(config)).await.unwrap();
         Router { coordinator, identity: identity.to_string() }
     }
@@ -160,6 +183,8 @@ pub(crate) struct Worker {
     pub(crate) process: Process,
     pub(crate) identity: Identity,
     pub(crate) quic: String,
+    /// Where it listens, if it is not where it is dialled.
+    pub(crate) listens: Option<String>,
     pub(crate) serving: String,
     pub(crate) incarnation: String,
     pub(crate) blocks: u32,
@@ -203,11 +228,17 @@ impl Worker {
         self.blocks * PAGE_TOKENS
     }
 
+    /// Flags of every later start, too.
+    pub(crate) fn keep(&mut self, flags: &[&str]) {
+        self.flags.extend(args(flags));
+    }
+
     /// Starts it again at the same ports, without waiting.
     pub(crate) fn respawn(&mut self, extra: &[&str]) {
         let mut flags = self.flags.clone();
         if !self.quic.is_empty() {
-            flags.extend(args(&["--listen", &self.quic, "--serving", &self.serving]));
+            let listens = self.listens.as_ref().unwrap_or(&self.quic);
+            flags.extend(args(&["--listen", listens, "--serving", &self.serving]));
         }
         flags.extend(args(extra));
         self.process = Process::spawn(&self.dir, &self.identity.instance, &flags);

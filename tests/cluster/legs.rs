@@ -1,7 +1,7 @@
 //! Legs of requests, as a router sends them to the stand-ins, and what comes back.
 
 use kvlane_coordinator::Handoff;
-use kvlane_proto::msg::service::{Load, WorkerAddress};
+use kvlane_proto::msg::service::{Load, LoadState, WorkerAddress};
 use kvlane_proto::{ErrorKind, Outcome, Refusal};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -21,6 +21,7 @@ pub(crate) struct Reply {
     #[allow(dead_code)]
     pub(crate) retries: u64,
     pub(crate) quarantined_blocks: u64,
+    pub(crate) state: Option<LoadState>,
     pub(crate) load: Load,
 }
 

@@ -11,13 +11,13 @@ const TOKENS: u32 = 900;
 const PAGES: u64 = (TOKENS.div_ceil(PAGE_TOKENS) as u64) * PAGES_PER_BLOCK;
 
 /// The NICs of a host, one for each rail.
-struct Nics {
-    processes: Vec<Process>,
-    sockets: Vec<String>,
+pub(crate) struct Nics {
+    pub(crate) processes: Vec<Process>,
+    pub(crate) sockets: Vec<String>,
 }
 
 impl Nics {
-    async fn start(cluster: &Cluster, rails: usize) -> Self {
+    pub(crate) async fn start(cluster: &Cluster, rails: usize) -> Self {
         let (mut processes, mut sockets) = (Vec::new(), Vec::new());
         for n in 0..rails {
             let name = format!("nic-{n}");

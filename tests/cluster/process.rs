@@ -47,8 +47,23 @@ pub(crate) struct Process {
 impl Process {
     /// Starts `kvlane` with these arguments; its log goes to `dir`.
     pub(crate) fn spawn(dir: &Path, name: &str, args: &[String]) -> Self {
-        let mut command = Command::new(super::binary::path());
-        command.args(args).arg("--until-stdin-closes").env("RUST_LOG", "info");
+        Self::spawn_in(dir, name, args, None)
+    }
+
+    /// The same, in a network namespace.
+    pub(crate) fn spawn_in(dir: &Path, name: &str, args: &[String], space: Option<&str>) -> Self {
+        let mut command = match space {
+            None => Command::new(super::binary::path()),
+            Some(space) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", space]).arg(super::binary::path());
+                command
+            }
+        };
+        command
+            .args(args)
+            .arg("--until-stdin-closes")
+            .env("RUST_LOG", "info,kvlane_actors::shell=debug");
         Self::spawn_command(dir, name, command)
     }
 
@@ -81,6 +96,11 @@ impl Process {
         within(&format!("a line of {}", self.name), self.lines.recv()).await
     }
 
+    /// Forgets what it has said so far.
+    pub(crate) fn drain(&mut self) {
+        while self.lines.try_recv().is_ok() {}
+    }
+
     /// The line by which it says that it is ready.
     pub(crate) async fn ready(&mut self) -> Value {
         match self.line().await {
@@ -92,15 +112,28 @@ impl Process {
 
     /// Waits until it has stopped at a phase.
     pub(crate) async fn stopped_at(&mut self, phase: &str) {
+        self.says(&format!("stopped-at {phase}")).await;
+    }
+
+    /// Waits until it is held at a phase.
+    pub(crate) async fn held_at(&mut self, phase: &str) {
+        self.says(&format!("held-at {phase}")).await;
+    }
+
+    async fn says(&mut self, expected: &str) {
         let line = self.line().await.unwrap_or_else(|| {
-            panic!("{} ended before it stopped at {phase}:\n{}", self.name, self.log())
+            panic!("{} ended before it was {expected}:\n{}", self.name, self.log())
         });
-        assert_eq!(line, format!("stopped-at {phase}"), "{}", self.name);
+        assert_eq!(line, expected, "{}", self.name);
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.child.id().expect("it runs") as i32
     }
 
     /// Sends a signal, by name.
     pub(crate) fn signal(&self, signal: &str) {
-        let pid = self.child.id().expect("it runs");
+        let pid = self.pid();
         let sent = std::process::Command::new("sh")
             .args(["-c", &format!("kill -{signal} {pid}")])
             .status()

@@ -26,7 +26,8 @@ pub(crate) struct Order {
     legs: Vec<Role>,
 }
 
-/// Starts a router that reserves a room, sends these legs of it, and stops; returns the room.
+/// Starts a router that reserves a room, sends these legs of it, and stops; returns the room. For no
+/// tokens it reserves none.
 pub(crate) async fn start(
     cluster: &Cluster,
     name: &str,
@@ -34,7 +35,7 @@ pub(crate) async fn start(
     decode: &Worker,
     tokens: u32,
     legs: &[Role],
-) -> (Process, Request) {
+) -> (Process, Option<Request>) {
     let order = Order {
         name: name.into(),
         service: cluster.service.clone(),
@@ -68,6 +69,13 @@ async fn a_router_that_waits_to_be_killed() {
     let me = Identity::new("default", Role::Router, &order.name, 0).unwrap();
     let config = CoordinatorConfig::new(&order.service, Security::Insecure, me.clone());
     let coordinator = Coordinator::connect(config).await.unwrap();
+    // Its end, if nobody kills it: that of whoever started it.
+    let killed = || tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new()));
+    if order.tokens == 0 {
+        println!("\nstopped-with null");
+        let _ = killed().await;
+        return;
+    }
     let asked = kvlane_coordinator::PairRequest {
         prefill: Some(order.prefill),
         decode: Some(order.decode),
@@ -83,7 +91,6 @@ async fn a_router_that_waits_to_be_killed() {
         });
     }
     println!("\nstopped-with {}", serde_json::to_string(&request).unwrap());
-    // Its end, if nobody kills it: that of whoever started it.
-    let _ = tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new())).await;
+    let _ = killed().await;
     handoff.detach();
 }

@@ -2,7 +2,9 @@
 //! are emulated) as processes of their own, with certificates of a throw-away authority, and requests
 //! replayed through them.
 
+use std::cell::Cell;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use kvlane_proto::{Result, Role, limits};
 use kvlane_transport::quic::Security;
@@ -10,10 +12,14 @@ use kvlane_transport::quic::Security;
 use super::replay::{self, LoadArgs};
 use super::worker::{Asked, EngineName, check_engine};
 use super::{INTERRUPTED, Interrupt};
+use crate::chaos::{self, Fleet, Seat};
 use crate::cluster::Cluster;
 use crate::load::models;
 use crate::load::trace::Requests;
 use crate::memory;
+
+/// Parts of rooms of a few dozen kB.
+const SMALL_PART_BYTES: &str = "8192";
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -47,6 +53,14 @@ pub(crate) struct Args {
     /// With `--engine gpunetio`: how many NICs there are; 2 if not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(limits::RAILS_MAX)))]
     rails: Option<u16>,
+    /// Break things for so long: kill and stop workers, restart the service, hang up, spoil NICs;
+    /// 20 requests in flight, 5 % aborted and rooms of 10 s, if not given
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["trace", "rooms", "speed"], value_parser = clap::value_parser!(u64).range(1..=7 * 24 * 3600))]
+    chaos: Option<u64>,
+    /// Workers give blocks back without a fence, for tests
+    #[cfg(feature = "fault-injection")]
+    #[arg(long, hide = true)]
+    fence_off: bool,
     #[command(flatten)]
     load: LoadArgs,
 }
@@ -55,24 +69,28 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     // With a wrong flag, nothing is started.
     let nics = args.rails.is_some().then_some("--rails");
     let Args { engine, emulated, checksum, .. } = args;
-    check_engine(&Asked { engine, emulated, checksum, nics, listens: None })?;
+    check_engine(&Asked { engine, emulated, checksum, nics, listens: None, advertises: false })?;
     for tp in [args.prefill_tp, args.decode_tp] {
         models::pools(&args.model, models::PAGE_TOKENS, (0, tp))?;
     }
     let requests = args.load.requests()?;
     let pool_mib = args.pool_mib.unwrap_or(if args.model == "tiny" { 64 } else { 384 });
-    let (prefills, decodes) = args.workers();
-    memory::check_mib(pool_mib.saturating_mul((prefills + decodes) as u64), "--pool-mib")?;
+    memory::check_mib(pool_mib.saturating_mul(args.workers() as u64), "--pool-mib")?;
 
     let mut interrupt = Interrupt::listen()?;
     let mut cluster = Cluster::new("demo")?;
-    let end = serve(&args, pool_mib, &mut cluster, requests, &mut interrupt).await;
+    let mut end = serve(&args, pool_mib, &mut cluster, requests, &mut interrupt).await;
     // Also after a failure: nobody is left behind.
     let ended = tokio::select! {
         ended = cluster.end() => ended,
         // A second signal: those that are left are killed when `cluster` is dropped.
         () = interrupt.came() => return Ok(ExitCode::from(INTERRUPTED)),
     };
+    if let (Ok(Some(done)), Err(e)) = (&mut end, &ended)
+        && let Some(chaos) = &mut done.totals.chaos
+    {
+        chaos.wrong.push(e.to_string());
+    }
     let good = end.as_ref().is_ok_and(|done| done.as_ref().is_none_or(replay::Done::is_good));
     if !good || ended.is_err() {
         cluster.show_logs();
@@ -96,39 +114,46 @@ async fn serve(
     requests: Requests,
     interrupt: &mut Interrupt,
 ) -> Result<Option<replay::Done>> {
-    let service = tokio::select! {
-        service = start(args, pool_mib, cluster) => service?,
+    let fleet = tokio::select! {
+        fleet = start(args, pool_mib, cluster) => fleet?,
         () = interrupt.came() => return Ok(None),
     };
+    let load = args.load.clone();
+    if let Some(seconds) = args.chaos {
+        let seconds = Duration::from_secs(seconds);
+        return chaos::run(cluster, &fleet, seconds, load, requests, interrupt).await;
+    }
     let identity = cluster.identity(Role::Router, "router", 0)?;
     let security = Security::Mutual { dir: cluster.certs(&identity)? };
-    let (load, workers) = (args.load.clone(), args.workers());
-    replay::replay(&service, security, identity, workers, load, requests, interrupt).await
+    let (service, workers) = (&fleet.service, fleet.workers());
+    replay::replay(service, security, identity, workers, load, requests, interrupt).await
 }
 
 impl Args {
     /// How many workers, of either role.
-    fn workers(&self) -> (usize, usize) {
+    fn workers(&self) -> usize {
         let all = |instances: u16, tp: u32| usize::from(instances) * tp as usize;
-        (all(self.prefill, self.prefill_tp), all(self.decode, self.decode_tp))
+        all(self.prefill, self.prefill_tp) + all(self.decode, self.decode_tp)
     }
 }
 
-/// Starts the processes; gives the address of the bootstrap service.
-async fn start(args: &Args, pool_mib: u64, cluster: &mut Cluster) -> Result<String> {
+/// Starts the processes.
+async fn start(args: &Args, pool_mib: u64, cluster: &mut Cluster) -> Result<Fleet> {
     let mut nics = Vec::new();
     if args.emulated {
         for n in 0..args.rails.unwrap_or(2) {
             nics.push(cluster.start_nic(n).await?);
         }
     }
-    let service = cluster.start_service().await?.quic().to_string();
+    let started = cluster.start_service("127.0.0.1:0").await?;
+    let (service, service_pid) = (started.quic().to_string(), Cell::new(started.pid));
     let pool_mib = pool_mib.to_string();
     let instances = (0..args.prefill)
         .map(|n| (format!("prefill-{n}"), Role::Prefill, args.prefill_tp))
         .chain((0..args.decode).map(|n| (format!("decode-{n}"), Role::Decode, args.decode_tp)));
     let ranks = instances
         .flat_map(|(name, role, tp)| (0..tp).map(move |rank| (name.clone(), role, rank, tp)));
+    let mut seats = Vec::new();
     for (name, role, rank, tp) in ranks {
         let tp = tp.to_string();
         let mut flags = vec!["worker", "--role", role.as_str(), "--service", &service];
@@ -139,11 +164,26 @@ async fn start(args: &Args, pool_mib: u64, cluster: &mut Cluster) -> Result<Stri
         }
         if args.emulated {
             flags.push("--emulated");
-            flags.extend(nics.iter().flat_map(|nic| ["--nic", nic]));
+            flags.extend(nics.iter().flat_map(|(nic, _)| ["--nic", nic]));
         }
-        flags.push("--until-stdin-closes");
+        if args.chaos.is_some() {
+            flags.push("--canaries");
+        }
+        if args.chaos.is_some() && args.model == "tiny" {
+            // Small rooms, too, are hit in the middle, and on every rail.
+            flags.extend(["--part-bytes", SMALL_PART_BYTES]);
+        }
+        #[cfg(feature = "fault-injection")]
+        if args.fence_off {
+            flags.push("--fence-off");
+        }
+        // One that is killed and started again ends what the one before it had open.
+        let reset_key = cluster.file(&format!("{name}-{rank}.reset"));
+        flags.extend(["--reset-key", &reset_key, "--until-stdin-closes"]);
         let identity = cluster.identity(role, &name, rank)?;
-        cluster.start(&identity, &flags).await?;
+        let worker = cluster.start(&identity, &flags).await?;
+        let flags = flags.iter().map(ToString::to_string).collect();
+        seats.push(Seat::new(identity, flags, &worker));
     }
-    Ok(service)
+    Ok(Fleet { service, service_pid, seats, nics })
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use kvlane_actors::{DecodeWorker, EngineChoice, Pools, PrefillWorker, WorkerConfig};
+use kvlane_proto::msg::service::LoadState;
 use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
 use kvlane_transport::engine::gpunetio::GpunetioConfig;
 use kvlane_transport::engine::shm::ShmConfig;
@@ -71,16 +72,22 @@ pub(super) struct Asked {
     pub(super) nics: Option<&'static str>,
     /// A flag that says where an engine without NICs listens, if one was given.
     pub(super) listens: Option<&'static str>,
+    /// Peers are told where to dial the engine.
+    pub(super) advertises: bool,
 }
 
 /// Refuses by name what an engine cannot do.
 pub(super) fn check_engine(asked: &Asked) -> Result<()> {
-    let Asked { engine, emulated, checksum, nics, listens } = asked;
+    let Asked { engine, emulated, checksum, nics, listens, advertises } = asked;
     let name = engine.as_str();
     let refused = |what: String, fix: &'static str| {
         Err(Error::new(ErrorKind::Config, what).with("engine", name).hint(fix))
     };
     match engine {
+        EngineName::Shm if *advertises => refused(
+            "--data-advertise is not for this engine: nobody dials it by address".into(),
+            "drop it, or use --engine tcp",
+        ),
         EngineName::Gpunetio if !emulated => refused(
             "this build posts to emulated NICs only".into(),
             "add --emulated; rates then mean nothing",
@@ -111,6 +118,9 @@ const REGISTERED: Duration = Duration::from_secs(30);
 /// Largest pool that a flag may name: a PiB. What there is of memory is looked at later.
 pub(super) const POOL_MIB_MAX: u64 = 1 << 30;
 
+/// Builds that refuse these flags do not show them.
+const NO_HOOKS: bool = cfg!(not(feature = "fault-injection"));
+
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Which side
@@ -137,6 +147,9 @@ pub(crate) struct Args {
     /// Size of the pool
     #[arg(long, default_value_t = 384, value_parser = clap::value_parser!(u64).range(1..=POOL_MIB_MAX))]
     pool_mib: u64,
+    /// Blocks of the pool, instead of its size
+    #[arg(long, conflicts_with = "pool_mib")]
+    pool_blocks: Option<u32>,
     /// Where its QUIC endpoint listens
     #[arg(long, default_value = "127.0.0.1:0")]
     listen: SocketAddr,
@@ -152,6 +165,12 @@ pub(crate) struct Args {
     /// Where the engine listens for pages; the QUIC endpoint's address if not given
     #[arg(long, value_name = "IP")]
     data: Option<IpAddr>,
+    /// IP address that peers reach the engine's port at, if it is not where it listens (tcp, auto); several times
+    #[arg(long, value_name = "IP")]
+    data_advertise: Vec<IpAddr>,
+    /// Aim for the size of a part; the decode's counts
+    #[arg(long, value_name = "BYTES", default_value_t = limits::PART_BYTES)]
+    part_bytes: u64,
     /// Directory for the socket of `--engine shm` and `auto`, for containers that do not share a network
     /// namespace: both must see it under this name
     #[arg(long, value_name = "DIR")]
@@ -178,11 +197,23 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 30)]
     drain_s: u64,
     /// Stop at a phase of the first room, for tests (needs a build with `fault-injection`)
-    #[arg(long, value_name = "PHASE")]
+    #[arg(long, value_name = "PHASE", hide = NO_HOOKS)]
     stop_at: Option<String>,
     /// Give blocks back without a fence, for tests (needs a build with `fault-injection`)
-    #[arg(long)]
+    #[arg(long, hide = NO_HOOKS)]
     fence_off: bool,
+    /// Stamp free blocks whole, so that a late write is found wherever it lands, for tests
+    #[arg(long)]
+    canaries: bool,
+    /// Look at all free blocks after each room, for tests
+    #[arg(long)]
+    audit_rooms: bool,
+    /// Say on standard output whenever a room is at a phase, for tests (needs a build with `fault-injection`)
+    #[arg(long, value_name = "PHASE", hide = NO_HOOKS)]
+    say_at: Option<String>,
+    /// Receive no faster, for tests (needs a build with `fault-injection`)
+    #[arg(long, value_name = "BYTES", hide = NO_HOOKS)]
+    throttle_bytes_per_s: Option<u64>,
     #[command(flatten)]
     security: SecurityArgs,
     #[command(flatten)]
@@ -194,8 +225,10 @@ impl Args {
         let nics = (!self.nic.is_empty()).then_some("--nic");
         let Self { engine, emulated, checksum, .. } = *self;
         let data = self.data.is_some().then_some("--data");
-        let listens = data.or(self.shm_dir.is_some().then_some("--shm-dir"));
-        check_engine(&Asked { engine, emulated, checksum, nics, listens })?;
+        let advertises = !self.data_advertise.is_empty();
+        let told = advertises.then_some("--data-advertise");
+        let listens = data.or(told).or(self.shm_dir.is_some().then_some("--shm-dir"));
+        check_engine(&Asked { engine, emulated, checksum, nics, listens, advertises })?;
         if let (EngineName::Gpunetio, None) = (engine, nics) {
             return Err(Error::new(ErrorKind::Config, "no NIC is named")
                 .with("engine", engine.as_str())
@@ -208,8 +241,13 @@ impl Args {
 /// Takes note of what is to go wrong.
 #[cfg(not(feature = "fault-injection"))]
 fn faults(args: &Args) -> Result<()> {
-    let asked = args.stop_at.as_ref().map(|phase| format!("--stop-at {phase}"));
-    match asked.or(args.fence_off.then(|| "--fence-off".into())) {
+    let asked = [
+        args.stop_at.as_ref().map(|phase| format!("--stop-at {phase}")),
+        args.say_at.as_ref().map(|phase| format!("--say-at {phase}")),
+        args.fence_off.then(|| "--fence-off".into()),
+        args.throttle_bytes_per_s.map(|rate| format!("--throttle-bytes-per-s {rate}")),
+    ];
+    match asked.into_iter().flatten().next() {
         None => Ok(()),
         Some(asked) => Err(Error::new(ErrorKind::Config, "this build has no stop hooks")
             .with("asked", asked)
@@ -222,20 +260,36 @@ fn faults(args: &Args) -> Result<()> {
 fn faults(args: &Args) -> Result<()> {
     use kvlane_actors::faults;
     if let Some(phase) = &args.stop_at {
-        if !faults::PHASES.contains(&phase.as_str()) {
-            return Err(Error::new(ErrorKind::NotFound, "no such phase")
-                .with("asked", phase)
-                .with("known", faults::PHASES.join(", ")));
-        }
-        faults::stop_at(phase);
+        faults::arm(phase, faults::Hook::Stop)?;
     }
+    if let Some(phase) = &args.say_at {
+        faults::say_at(phase)?;
+    }
+    faults::set_throttle(args.throttle_bytes_per_s.unwrap_or(0));
     if args.fence_off {
         faults::set_fences_off(true);
     }
     Ok(())
 }
 
+/// Says each state that a worker which drains comes to; never ends.
+async fn tell_state(worker: &standin::Worker) {
+    let mut loads = worker.loads();
+    let mut told = LoadState::Serving;
+    loop {
+        let load = *loads.borrow_and_update();
+        if load.state() != told {
+            told = load.state();
+            tracing::info!(state = told.as_str(), rooms = load.rooms, owing = load.owing, "drains");
+        }
+        if loads.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
+    crate::counters::start();
     faults(&args)?;
     args.check_engine()?;
     let role = Role::from(args.role);
@@ -249,18 +303,22 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     }
     let layouts = models::pools(&args.model, args.page_tokens, (identity.rank, args.tp))?;
     let block_bytes = layouts.iter().map(|l| l.block_bytes()).sum::<u64>();
-    let blocks = (args.pool_mib << 20) / block_bytes;
+    let blocks = args.pool_blocks.map_or((args.pool_mib << 20) / block_bytes, u64::from);
     if blocks == 0 || blocks > u64::from(limits::POOL_BLOCKS_MAX) {
         return Err(Error::new(
             ErrorKind::Config,
             "the pool does not hold a sensible number of blocks",
         )
-        .with("pool_mib", args.pool_mib)
+        .with("pool_mib", (blocks * block_bytes) >> 20)
         .with("block_bytes", block_bytes)
         .with("blocks", blocks)
-        .hint("change --pool-mib"));
+        .hint("change --pool-mib, or --pool-blocks"));
     }
-    memory::check_mib(args.pool_mib, "--pool-mib")?;
+    let (pool_mib, flag) = match args.pool_blocks {
+        Some(_) => ((blocks * block_bytes) >> 20, "--pool-blocks"),
+        None => (args.pool_mib, "--pool-mib"),
+    };
+    memory::check_mib(pool_mib, flag)?;
     if args.service.is_none() {
         tracing::warn!("no --service: nobody will find this worker");
     }
@@ -279,6 +337,7 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     let data = args.data.unwrap_or(args.listen.ip());
     let tcp = TcpConfig {
         bind: SocketAddr::new(data, 0),
+        advertise: args.data_advertise.clone(),
         checksum: args.checksum,
         ..TcpConfig::default()
     };
@@ -298,10 +357,11 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     config.serving = server.address().to_string();
     config.lanes_per_link = args.lanes.unwrap_or(limits::LANES_PER_LINK * rails);
     config.lanes_per_room = args.lanes_per_room.unwrap_or(limits::LANES_PER_ROOM * rails);
+    config.part_bytes = args.part_bytes;
     if let Some(file) = &args.reset_key {
         config.reset_key = Some(load_reset_key(file)?);
     }
-    let model = standin::Model::new(pools);
+    let model = standin::Model::new(pools, args.canaries, args.audit_rooms);
     let worker = match args.role {
         Side::Prefill => standin::Worker::Prefill(PrefillWorker::start(config)?),
         Side::Decode => standin::Worker::Decode(DecodeWorker::start(config)?),
@@ -333,20 +393,24 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         }
         end = args.end.wait() => end?,
     }
+    tracing::info!("told to end");
     worker.drain().await?;
     tracing::info!(rooms = worker.load().rooms, "draining");
+    let telling = tell_state(&worker);
     let idle = async {
         worker.idle().await;
         server.idle().await;
     };
     tokio::select! {
         () = &mut serve => {}
+        () = telling => {}
         idle = tokio::time::timeout(Duration::from_secs(args.drain_s), idle) => {
             if idle.is_err() {
                 tracing::warn!(rooms = worker.load().rooms, "rooms still run; ending all the same");
             }
         }
     }
+    tracing::info!(state = worker.load().state().as_str(), "ends");
     worker.stop().await;
     Ok(ExitCode::SUCCESS)
 }

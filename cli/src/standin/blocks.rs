@@ -71,12 +71,24 @@ impl Blocks {
         Ok(Taken { ids, permit: Some(permit) })
     }
 
+    pub(super) fn free(&self) -> (u32, u32) {
+        (self.room.available_permits() as u32, self.total)
+    }
+
     fn give_back(&self, mut taken: Taken) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.0.append(&mut taken.ids);
         drop(free);
         drop(taken.permit.take());
     }
+}
+
+fn written_late(pages: u64) -> Result<()> {
+    if pages > 0 {
+        return Err(Error::new(ErrorKind::Corrupt, "pages were written after their fence")
+            .with("pages", pages));
+    }
+    Ok(())
 }
 
 impl Model {
@@ -99,43 +111,72 @@ impl Model {
         for (pool, taken) in all.iter().enumerate() {
             late += self.late_writes(pool, &taken.ids)?;
         }
-        if late > 0 {
-            return Err(Error::new(ErrorKind::Corrupt, "pages were written after their fence")
-                .with("pages", late));
-        }
+        written_late(late)?;
         Ok(all)
     }
 
     /// Stamps blocks and makes them free.
     pub(super) fn give_back(&self, all: Vec<Taken>) -> Result<()> {
         for (pool, taken) in all.into_iter().enumerate() {
-            let len = self.stamp_len(pool);
-            let layers = 0..self.layouts()[pool].layers;
-            self.for_each_page(pool, layers, &taken.ids, |_, _, _, page| {
-                page.write(&STAMP[..len])
-            })?;
+            self.stamp(pool, &taken.ids)?;
             self.blocks[pool].give_back(taken);
         }
         Ok(())
     }
 
+    /// Pages of free blocks, and how many of them nobody has written to since they came back, and how
+    /// many somebody has.
+    pub(super) fn audit(&self) -> Result<(u64, u64)> {
+        let (mut whole, mut broken) = (0, 0);
+        for (pool, blocks) in self.blocks.iter().enumerate() {
+            // Nobody takes them meanwhile.
+            let free = blocks.free.lock().unwrap_or_else(PoisonError::into_inner);
+            let layout = &self.layouts()[pool];
+            let pages = free.0.len() as u64 * u64::from(layout.layers * layout.kind.slabs());
+            let late = self.late_writes(pool, &free.0)?;
+            (whole, broken) = (whole + pages - late, broken + late);
+        }
+        Ok((whole, broken))
+    }
+
+    fn stamp(&self, pool: usize, ids: &[u32]) -> Result<()> {
+        let stamp = self.stamp_of(pool);
+        let layers = 0..self.layouts()[pool].layers;
+        self.for_each_page(pool, layers, ids, |_, _, _, page| page.write(&stamp))
+    }
+
+    /// Looks at every free block, if that is wanted after each room. None is taken meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] if a page of one was written to.
+    pub(super) fn audit_room(&self) -> Result<()> {
+        let mut late = 0;
+        for (pool, blocks) in self.blocks.iter().enumerate().filter(|_| self.audits_rooms) {
+            let free = blocks.free.lock().unwrap_or_else(PoisonError::into_inner);
+            late += self.late_writes(pool, &free.0)?;
+        }
+        written_late(late)
+    }
+
     /// Pages whose stamp is broken. A page that was never used is zero.
     fn late_writes(&self, pool: usize, ids: &[u32]) -> Result<u64> {
         let mut late = 0;
-        let len = self.stamp_len(pool);
+        let stamp = self.stamp_of(pool);
+        let mut found = vec![0; stamp.len()];
         let layers = 0..self.layouts()[pool].layers;
         self.for_each_page(pool, layers, ids, |_, _, _, page| {
-            let mut found = [0; STAMP.len()];
-            page.read(&mut found[..len])?;
-            let fresh = found[..len].iter().all(|&b| b == 0);
-            late += u64::from(!fresh && found[..len] != STAMP[..len]);
+            page.read(&mut found)?;
+            late += u64::from(found != stamp && found.iter().any(|&b| b != 0));
             Ok(())
         })?;
         Ok(late)
     }
 
-    fn stamp_len(&self, pool: usize) -> usize {
-        STAMP.len().min(self.layouts()[pool].page_bytes() as usize)
+    /// What a free page begins with; all of it, where writes are to be found wherever they land.
+    fn stamp_of(&self, pool: usize) -> Vec<u8> {
+        let page = self.layouts()[pool].page_bytes() as usize;
+        let len = if self.canaries { page } else { STAMP.len().min(page) };
+        STAMP.into_iter().cycle().take(len).collect()
     }
 }
 
@@ -148,7 +189,7 @@ mod tests {
     #[tokio::test]
     async fn a_write_to_a_free_block_is_found_when_it_is_used_again() {
         let layout = models::pools("tiny", 16, (0, 1)).unwrap().remove(0);
-        let model = Model::new(Pools::own(layout, 8).unwrap());
+        let model = Model::new(Pools::own(layout, 8).unwrap(), false, false);
         let wait = Duration::from_secs(1);
         let taken = model.take(&[8], wait).await.unwrap();
         assert!(model.take(&[1], Duration::ZERO).await.is_err(), "all are in use");

@@ -91,8 +91,9 @@ pub(super) async fn run(
     }
     ending.into_blocks().await?;
     model.give_back(taken)?;
+    model.audit_room()?;
     #[cfg(feature = "fault-injection")]
-    if kvlane_actors::faults::reached("given-back") {
+    if super::faults::reached("given-back").await {
         std::future::pending::<()>().await;
     }
     Ok(())

@@ -1,15 +1,17 @@
 //! What a router says to a stand-in: one JSON line in, one JSON line out, on a TCP connection of
 //! its own.
 
-use crate::report::json_line;
 use std::time::Duration;
 
-use kvlane_proto::msg::service::{Load, WorkerAddress};
+use kvlane_proto::msg::service::{Load, LoadState, WorkerAddress};
 use kvlane_proto::{Error, ErrorKind, Outcome, Refusal, Result};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
+
+use super::holds::Holds;
+use crate::report::json_line;
 
 /// Longest line.
 pub(crate) const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -43,6 +45,17 @@ pub(crate) enum LegRequest {
     },
     /// How is the worker?
     Stats,
+    /// Are the free blocks as they were left? The reply counts their pages.
+    Audit,
+    /// Stop, or be held, at a phase of the next room, for tests (needs a build with
+    /// `fault-injection`).
+    StopAt { phase: String, hold: bool },
+    /// Go on from where it is held.
+    GoOn,
+    /// Receive no faster, or with 0 as fast as it can; for tests, as above.
+    Throttle { bytes_per_s: u64 },
+    /// What does its process hold?
+    Holds,
 }
 
 /// How a leg ended.
@@ -58,8 +71,14 @@ pub(crate) struct LegReply {
     pub(crate) retries: u64,
     /// Blocks that this worker withholds.
     pub(crate) quarantined_blocks: u64,
+    /// What the worker does, in one word.
+    #[serde(default)]
+    pub(crate) state: Option<LoadState>,
     /// How busy the worker is.
     pub(crate) load: Load,
+    /// If that was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) holds: Option<Holds>,
 }
 
 /// Reads one line, bounded; `None` at the end.
@@ -97,7 +116,11 @@ pub(crate) async fn send(serving: &str, leg: &LegRequest, wait: Duration) -> Res
         let line = json_line(leg)?;
         let io = |e| failed("the model server has gone").caused_by(e);
         stream.get_mut().write_all(line.as_bytes()).await.map_err(io)?;
-        let Some(line) = read_line(&mut stream).await? else {
+        let line = read_line(&mut stream).await.map_err(|e| match e.kind() {
+            ErrorKind::Io => failed("the model server has gone").caused_by(e),
+            _ => e,
+        });
+        let Some(line) = line? else {
             return Err(failed("the model server ended without an answer").hint(
                 "look at the worker's log: it has ended, or has too many requests at a time",
             ));

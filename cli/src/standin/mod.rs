@@ -7,6 +7,8 @@
 
 mod blocks;
 mod decode;
+mod faults;
+pub(crate) mod holds;
 pub(crate) mod legs;
 mod prefill;
 mod server;
@@ -48,12 +50,16 @@ pub(crate) struct Model {
     pools: Arc<Pools>,
     /// The free blocks of each pool.
     blocks: Arc<[blocks::Blocks]>,
+    /// Free blocks are stamped whole.
+    canaries: bool,
+    /// All free blocks are looked at after each room.
+    audits_rooms: bool,
 }
 
 impl Model {
-    pub(crate) fn new(pools: Pools) -> Self {
+    pub(crate) fn new(pools: Pools, canaries: bool, audits_rooms: bool) -> Self {
         let blocks = pools.maps.iter().map(|map| blocks::Blocks::new(map.blocks)).collect();
-        Self { pools: Arc::new(pools), blocks }
+        Self { pools: Arc::new(pools), blocks, canaries, audits_rooms }
     }
     fn layouts(&self) -> &[Layout] {
         &self.pools.layouts

@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
 use super::legs::{LegReply, LegRequest, read_line};
-use super::{Model, Worker, decode, prefill};
+use super::{Model, Worker, decode, faults, holds, prefill};
 use crate::report::json_line;
 
 /// Legs at a time.
@@ -106,7 +106,8 @@ async fn leg(
             // Whoever hangs up has given the request up.
             let mut byte = [0; 1];
             let (gone, hears) = watch::channel(false);
-            let work = async { handle(request, worker, model, hears).await };
+            let others = *legs.borrow() - 1;
+            let work = async { handle(request, worker, model, hears, others).await };
             tokio::pin!(work);
             loop {
                 let hung_up = *gone.borrow();
@@ -131,15 +132,31 @@ async fn leg(
     Ok(())
 }
 
+async fn audit(model: &Model, reply: &mut LegReply) -> Result<()> {
+    let model = model.clone();
+    let audited = tokio::task::spawn_blocking(move || model.audit()).await;
+    (reply.pages_verified, reply.pages_corrupt) = audited
+        .map_err(|e| Error::new(ErrorKind::Internal, "the audit has failed").caused_by(e))??;
+    Ok(())
+}
+
 async fn handle(
     request: LegRequest,
     worker: &Worker,
     model: &Model,
     gone: watch::Receiver<bool>,
+    others: usize,
 ) -> LegReply {
     let mut reply = LegReply::default();
     let end = match (&request, worker) {
         (LegRequest::Stats, _) => Ok(()),
+        (LegRequest::Audit, _) => audit(model, &mut reply).await,
+        (LegRequest::StopAt { phase, hold }, _) => faults::stop_at(phase, *hold),
+        (LegRequest::GoOn, _) => faults::go_on(),
+        (LegRequest::Throttle { bytes_per_s }, _) => faults::throttle(*bytes_per_s),
+        (LegRequest::Holds, _) => {
+            holds::of(worker, model, others).map(|holds| reply.holds = Some(holds))
+        }
         (LegRequest::Prefill { .. }, Worker::Prefill(handle)) => {
             prefill::run(request, handle, model, gone, &mut reply).await
         }
@@ -153,6 +170,7 @@ async fn handle(
         reply.error = Some(e.to_refusal());
     }
     reply.load = worker.load();
+    reply.state = Some(reply.load.state());
     match worker {
         Worker::Prefill(handle) => {
             reply.retries = handle.retries();

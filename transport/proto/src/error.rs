@@ -26,6 +26,20 @@ pub enum Blame {
     Unknown,
 }
 
+impl Blame {
+    /// In one word, for counts by side.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Link => "link",
+            Self::Service => "service",
+            Self::Caller => "caller",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
 /// Whether doing the same thing again can succeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Retry {

@@ -20,6 +20,8 @@ macro_rules! counters {
             pub faults: Vec<FaultStats>,
             /// Queue pairs that are there.
             pub pairs: Vec<PairStats>,
+            /// Clients that are there.
+            pub processes: Vec<ProcessStats>,
         }
 
         impl Stats {
@@ -123,6 +125,19 @@ pub struct PairStats {
     pub to_land: u64,
 }
 
+/// What one client has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct ProcessStats {
+    /// Its process.
+    pub pid: i32,
+    /// Protection domains.
+    pub domains: u64,
+    /// Keys in them.
+    pub keys: u64,
+    /// Queue pairs.
+    pub pairs: u64,
+}
+
 impl Stats {
     /// How often the fault struck; 0 if it is not known.
     pub fn hits(&self, fault: u64) -> u64 {
@@ -143,6 +158,9 @@ impl Stats {
         }
         for fault in &self.faults {
             let _ = writeln!(text, "fault {} {} {}", fault.id, fault.hits, fault.fault);
+        }
+        for p in &self.processes {
+            let _ = writeln!(text, "process {} {} {} {}", p.pid, p.domains, p.keys, p.pairs);
         }
         for p in &self.pairs {
             let _ = writeln!(
@@ -188,6 +206,15 @@ impl Stats {
                     to_land: words.next()?.parse().ok()?,
                 });
             }
+            "process" => {
+                let mut words = rest.split(' ');
+                self.processes.push(ProcessStats {
+                    pid: words.next()?.parse().ok()?,
+                    domains: words.next()?.parse().ok()?,
+                    keys: words.next()?.parse().ok()?,
+                    pairs: words.next()?.parse().ok()?,
+                });
+            }
             _ => *self.counter(name)? = rest.parse().ok()?,
         }
         Some(())
@@ -212,6 +239,7 @@ mod tests {
             in_flight: 1,
             to_land: 2,
         });
+        stats.processes.push(ProcessStats { pid: 7, domains: 2, keys: 3, pairs: 1 });
         assert_eq!(Stats::from_text(&stats.to_text()), stats);
         assert_eq!((stats.hits(1), stats.hits(2), stats.syndrome(0x13)), (7, 0, 2));
         assert_eq!(Stats::from_text("entries x\npair 1\nfault\nnonsense 5"), Stats::default());

@@ -20,6 +20,7 @@ mod redial;
 mod refusals;
 pub mod shm;
 pub mod tcp;
+pub mod throttle;
 
 use std::os::fd::RawFd;
 use std::sync::Arc;

@@ -91,7 +91,7 @@ fn registration() -> Registration {
 }
 
 fn load() -> Load {
-    Load { rooms: 1, queued: 2, free_lanes: 3, quarantined_blocks: 4, draining: true }
+    Load { rooms: 1, queued: 2, free_lanes: 3, quarantined_blocks: 4, draining: true, owing: 5 }
 }
 
 pub fn hello(role: Role, purpose: Purpose) -> Hello {

@@ -13,9 +13,9 @@ use kvlane_transport::random::fill_random;
 use kvlane_transport::seats::SEATS_PER_IDENTITY;
 use kvlane_transport::service_client::ServiceClient;
 
-use super::proc;
 use super::row::Row;
 use crate::cluster::{Cluster, Started};
+use crate::proc;
 
 /// Sessions that do not count.
 const WARM_UP: u32 = 2 * SEATS_PER_IDENTITY as u32;
@@ -27,7 +27,7 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// The row.
 pub(super) async fn measure(cluster: &mut Cluster, count: u32) -> Result<Vec<Row>> {
-    let service = cluster.start_service().await?;
+    let service = cluster.start_service("127.0.0.1:0").await?;
     let before = open(cluster, &service, "warm", WARM_UP).await?;
     let rss_before = quiet(cluster, &service).await?;
     let counted = open(cluster, &service, "router", count).await?;

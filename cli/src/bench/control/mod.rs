@@ -7,7 +7,6 @@
 //! ends the measurement with its name; a room that does not end as done is an error, not a sample.
 
 mod connections;
-mod proc;
 mod rest;
 mod rooms;
 mod row;

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use kvlane_proto::{Result, limits};
 
-use super::proc;
 use super::rooms::Pair;
 use super::row::Row;
 use crate::cluster::Cluster;
+use crate::proc;
 
 /// Until what a start leaves behind is over.
 const SETTLE: Duration = Duration::from_secs(2);

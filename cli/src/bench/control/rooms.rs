@@ -44,7 +44,7 @@ pub(super) struct Pair {
 impl Pair {
     /// Starts them, with so many lanes on the link.
     pub(super) async fn start(cluster: &mut Cluster, lanes: u16) -> Result<Self> {
-        let service = cluster.start_service().await?;
+        let service = cluster.start_service("127.0.0.1:0").await?;
         let decode = cluster.identity(Role::Decode, "decode", 0)?;
         let prefill = cluster.identity(Role::Prefill, "prefill", 0)?;
         let (taker, lanes) = (decode.to_string(), lanes.to_string());

@@ -100,6 +100,7 @@ impl<F> Decode<F> {
             free_lanes: self.lanes.free() as u32,
             quarantined_blocks: withheld.min(u64::from(u32::MAX)) as u32,
             draining: self.draining,
+            owing: 0,
         }
     }
     /// Rooms that have not ended.

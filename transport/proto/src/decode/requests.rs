@@ -185,9 +185,14 @@ impl<F> Decode<F> {
             Some(Phase::Over { outcome, .. }) => Some(outcome),
             _ => self.ended.outcome(room),
         };
-        Error::new(ErrorKind::RoomEnded, "the room has ended")
+        let e = Error::new(ErrorKind::RoomEnded, "the room has ended")
             .with("room", room)
-            .with("outcome", outcome.map_or("forgotten".into(), ToString::to_string))
+            .with("outcome", outcome.map_or("forgotten".into(), ToString::to_string));
+        // A leg that is late is told the same side as one that was in time.
+        match outcome.and_then(Outcome::why) {
+            Some(why) => e.blamed(why.blame),
+            None => e,
+        }
     }
 
     fn abort(&mut self, now: Time, from: &Identity, room: RoomId, reason: &str) -> Result<Reply> {

@@ -3,7 +3,9 @@
 //! Three families, chosen by the first frame of a connection ([`Greeting`]): [`peer`] between two
 //! workers, [`call`] from a router or admin to a worker, [`service`] between anybody and the
 //! bootstrap service. Every family is an enum of which only new variants may be added at the end;
-//! a change of any kind raises [`crate::limits::PROTOCOL_MAX`].
+//! a change of any kind raises [`crate::limits::PROTOCOL_MAX`]. Until the first release there is one
+//! version, 1, which changes in place: fields, too, come and go, and only processes of the same build
+//! understand each other.
 
 pub mod call;
 pub mod peer;

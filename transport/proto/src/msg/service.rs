@@ -64,6 +64,47 @@ pub struct Load {
     pub quarantined_blocks: u32,
     /// It takes no new rooms.
     pub draining: bool,
+    /// Of a prefill's rooms, those whose pages are all ready: its model server has done its part, and
+    /// takers still fetch them.
+    pub owing: u32,
+}
+
+/// What a worker does, in one word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LoadState {
+    /// It takes rooms.
+    Serving,
+    /// It takes no new rooms, and finishes those that it has.
+    Draining,
+    /// Its model server is done with every room; takers still fetch pages that it owes them.
+    Owing,
+    /// It takes no new rooms and has none.
+    Drained,
+}
+
+impl Load {
+    /// What the worker does, in one word.
+    pub fn state(&self) -> LoadState {
+        match self {
+            Self { draining: false, .. } => LoadState::Serving,
+            Self { rooms: 0, .. } => LoadState::Drained,
+            Self { rooms, owing, .. } if owing >= rooms => LoadState::Owing,
+            _ => LoadState::Draining,
+        }
+    }
+}
+
+impl LoadState {
+    /// Its name.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Serving => "serving",
+            Self::Draining => "draining",
+            Self::Owing => "owing",
+            Self::Drained => "drained",
+        }
+    }
 }
 
 /// How far somebody has read the registry's log. Callers hand back what they were given.

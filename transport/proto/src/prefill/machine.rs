@@ -69,6 +69,8 @@ pub struct Prefill<Q> {
     by_grant: HashMap<(LinkId, GrantId), RoomId>,
     /// Rooms with a taker.
     offered: usize,
+    /// Rooms whose serving engine has declared every page.
+    owing: usize,
     links: HashMap<LinkId, Link>,
     timers: BTreeSet<(Time, RoomId)>,
     /// Rooms that ended before their leg came, which hears of it once; by decode, so that none can
@@ -94,6 +96,7 @@ impl<Q> Prefill<Q> {
             rooms: BTreeMap::new(),
             by_grant: HashMap::new(),
             offered: 0,
+            owing: 0,
             links: HashMap::new(),
             timers: BTreeSet::new(),
             early: Memory::new(limits::WORKERS_MAX),
@@ -135,6 +138,7 @@ impl<Q> Prefill<Q> {
                 .values()
                 .fold(0, |sum, w| sum.saturating_add(w.blocks)),
             draining: self.draining,
+            owing: self.owing as u32,
         }
     }
     /// Rooms that have not ended.
@@ -352,6 +356,7 @@ impl<Q> Prefill<Q> {
             over,
             proofs: Vec::new(),
             released: false,
+            finished: false,
         };
         let r = self.rooms.entry(room).or_insert_with(Room::new);
         let mut strangers = Vec::new();
@@ -540,6 +545,12 @@ impl<Q> Prefill<Q> {
                 .with("tokens_declared", done)
                 .with("tokens", leg.tokens);
             self.abort(now, room, why.to_refusal());
+            return;
+        }
+        if let Some(leg) = self.rooms.get_mut(&room).and_then(|r| r.leg.as_mut())
+            && !std::mem::replace(&mut leg.finished, true)
+        {
+            self.owing += 1;
         }
     }
 
@@ -1133,7 +1144,9 @@ impl<Q> Prefill<Q> {
                 let clean = leg.over.iter().all(|(_, past)| past.clean);
                 self.ended.insert(room, Past { outcome: outcome.clone(), clean });
                 self.out.push_back(Output::Ended { room, outcome });
-                r.leg = None;
+                if r.leg.take().is_some_and(|leg| leg.finished) {
+                    self.owing -= 1;
+                }
                 self.late_release(room);
             }
         }

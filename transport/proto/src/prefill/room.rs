@@ -40,6 +40,8 @@ pub(super) struct Leg<Q> {
     /// What the engine proved so far.
     pub(super) proofs: Vec<Q>,
     pub(super) released: bool,
+    /// Every page is declared.
+    pub(super) finished: bool,
 }
 
 /// The prompt's pages in one pool, as far as they are declared.
@@ -294,8 +296,12 @@ impl Past {
         }
     }
     pub(super) fn refusal(&self, room: RoomId) -> Error {
-        Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
+        let e = Error::new(ErrorKind::RoomEnded, "the room has ended at the prefill")
             .with("room", room)
-            .with("outcome", &self.outcome)
+            .with("outcome", &self.outcome);
+        match self.outcome.why() {
+            Some(why) => e.blamed(why.blame),
+            None => e,
+        }
     }
 }

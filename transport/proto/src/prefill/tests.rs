@@ -6,6 +6,7 @@ use super::*;
 use crate::blocks::BlockList;
 use crate::ids::Incarnation;
 use crate::layout::{Coordinates, Device, Layout, PoolMap, small_layout};
+use crate::msg::service::LoadState;
 use crate::plan::Span;
 
 const LINK: LinkId = LinkId(1);
@@ -829,4 +830,25 @@ fn an_offer_that_may_be_older_than_the_link_waits_for_its_repetition_too() {
     assert!(outputs(&mut m).is_empty(), "neither taken nor refused");
     offer(&mut m, at(102), at(100));
     assert_eq!(grants(&outputs(&mut m)).len(), 1);
+}
+
+#[test]
+fn a_prefill_that_drains_says_whether_it_still_owes_pages() {
+    let mut m = worker(DataPath::ReceiverCopies);
+    attach_with(&mut m, at(0), Takers::Any(1), 900);
+    offer(&mut m, at(0), at(0));
+    assert_eq!((m.load().state(), m.load().owing), (LoadState::Serving, 0));
+    m.handle_event(at(1), Event::Drain);
+    assert_eq!(m.load().state(), LoadState::Draining);
+    chunk(&mut m, at(2), 0..8, &[1, 2]);
+    m.handle_event(at(3), Event::Finish { room: ROOM });
+    m.handle_event(at(3), Event::Finish { room: ROOM });
+    let _ = outputs(&mut m);
+    assert_eq!((m.load().state(), m.load().owing, m.load().rooms), (LoadState::Owing, 1, 1));
+    // The taker is never heard of again.
+    m.handle_timeout(at(900));
+    m.handle_event(at(901), Event::Quiesced { link: LINK, grant: GRANT, proof: () });
+    m.handle_timeout(at(900 + limits::FENCE_MS));
+    let _ = outputs(&mut m);
+    assert_eq!((m.load().state(), m.load().owing), (LoadState::Drained, 0));
 }

@@ -32,7 +32,7 @@ use self::requester::Flow;
 use super::control::{Answer, Request, Status, TEXT_BYTES_MAX};
 use super::faults::{self, Fault, Faults, What, Whom, delay};
 use super::layout;
-use super::stats::{FaultStats, Stats};
+use super::stats::{FaultStats, ProcessStats, Stats};
 use super::trace::{Event, Trace};
 use crate::mlx5::{Completion, Places, WRITE_BYTES_MAX, completion};
 use crate::random::random;
@@ -528,6 +528,13 @@ impl Device {
             fault: one.fault.to_string(),
         }));
         stats.pairs = self.pairs.iter().flatten().map(|pair| pair.stats()).collect();
+        let process = |(number, client): (&u32, &Client)| ProcessStats {
+            pid: client.pid,
+            domains: client.domains.len() as u64,
+            keys: self.keys.count(|key| client.domains.contains(&key.domain)) as u64,
+            pairs: self.pairs.iter().flatten().filter(|pair| pair.client == *number).count() as u64,
+        };
+        stats.processes = self.clients.iter().map(process).collect();
         stats
     }
 

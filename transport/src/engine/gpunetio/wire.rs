@@ -25,7 +25,7 @@ use crate::mlx5::RECEIVES_MAX;
 /// Version of blob and messages.
 pub const VERSION: u8 = 1;
 /// Most NICs of one engine.
-pub const RAILS_MAX: usize = 16;
+pub const RAILS_MAX: usize = limits::RAILS_MAX as usize;
 /// Most regions of a receiver.
 pub const REGIONS_MAX: usize = 512;
 /// Longest text of [`Message::Broken`].

@@ -23,6 +23,7 @@ use super::wire::{
 use super::{MESSAGES_PER_TURN, REGIONS_MAX};
 use crate::engine::EngineEvent;
 use crate::engine::pen::{Pens, Target};
+use crate::engine::throttle;
 use crate::memory::Registry;
 use crate::sys::copy::{Sources, settle};
 use crate::sys::mem::Pages;
@@ -444,7 +445,8 @@ impl Inbound {
         self.batch.bytes = 0;
         let mut moved = false;
         let mut slots = 0;
-        while self.batch.bytes < COPY_BYTES && self.batch.ranges.len() < RANGES_MAX {
+        let copy_bytes = throttle::piece(COPY_BYTES);
+        while self.batch.bytes < copy_bytes && self.batch.ranges.len() < RANGES_MAX {
             let Some(mut extent) = self.rest.pop() else {
                 // A sender that keeps pace must not hold the thread, also with a part that is scrap.
                 if frame.extents == 0 || slots == SLOTS_PER_COPY {
@@ -476,7 +478,7 @@ impl Inbound {
             if self.pools.at(extent.pool).is_none() {
                 self.hear(turn)?;
             }
-            let most = (COPY_BYTES - self.batch.bytes).min(extent.bytes.into());
+            let most = (copy_bytes - self.batch.bytes).min(extent.bytes.into());
             let taken = match self.pools.at(extent.pool) {
                 Some(Pool::Mapped(import)) => {
                     if !self.batch.ranges.is_empty() {
@@ -547,6 +549,7 @@ impl Inbound {
                 read(self.peer.as_ref(), &mut self.pages, &mut self.batch.ranges, crc)
             };
             settle();
+            throttle::pace(self.batch.bytes);
         }
         let found = says(wanted);
         drop(held);

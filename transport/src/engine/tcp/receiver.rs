@@ -18,6 +18,7 @@ use super::lane::{ACK_BACKLOG_BYTES, CALL_BYTES, CALLS_PER_TURN, Io, sort};
 use super::wire::{Ack, HEADER_BYTES, Header, Status};
 use crate::engine::EngineEvent;
 use crate::engine::pen::{Pens, Target};
+use crate::engine::throttle;
 use crate::memory::Registry;
 use crate::sys::mem::Pages;
 use crate::sys::net;
@@ -184,7 +185,8 @@ impl Inbound {
             return Ok(Got::More);
         }
         // The next header often stands right behind; then it comes with the same call.
-        let got = self.pages.read_from(self.stream.as_fd(), CALL_BYTES, &mut self.header);
+        let most = throttle::piece(CALL_BYTES);
+        let got = self.pages.read_from(self.stream.as_fd(), most, &mut self.header);
         let n = match sort(got.map(|n| n as usize))? {
             Io::Later => 0,
             Io::Some(n) => n as u64,
@@ -193,6 +195,7 @@ impl Inbound {
         if header.crc32c.is_some() {
             crc = self.pages.crc32c(crc, landed);
         }
+        throttle::pace(landed);
         drop(held);
         self.pages.advance(landed);
         if landed < left {

@@ -1,4 +1,4 @@
-//! What the kernel says of a process: memory, time on a core, waits.
+//! What the kernel says of a process: memory, descriptors, time on a core, waits.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,13 +9,26 @@ use kvlane_proto::{Error, ErrorKind, Result};
 const TICKS_PER_S: u64 = 100;
 
 /// Resident memory.
-pub(super) fn rss_bytes(pid: u32) -> Result<u64> {
+pub(crate) fn rss_bytes(pid: u32) -> Result<u64> {
     let (path, status) = read(pid, "status")?;
     field(&status, "VmRSS:").map(|kib| kib << 10).ok_or_else(|| odd(&path))
 }
 
+/// Resident memory of its own: without pools, files and whatever else others map, too.
+pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
+    let (path, status) = read(pid, "status")?;
+    field(&status, "RssAnon:").map(|kib| kib << 10).ok_or_else(|| odd(&path))
+}
+
+/// Open descriptors. Of this process, the one that it is read with counts.
+pub(crate) fn fds(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/fd");
+    let open = std::fs::read_dir(&path).map_err(|e| gone(&path).caused_by(e))?;
+    Ok(open.count() as u64)
+}
+
 /// Time that all threads have been on a core.
-pub(super) fn cpu(pid: u32) -> Result<Duration> {
+pub(crate) fn cpu(pid: u32) -> Result<Duration> {
     let (path, stat) = read(pid, "stat")?;
     // The name may hold anything; what follows it are numbers: user and system time are the
     // twelfth and thirteenth.
@@ -27,7 +40,7 @@ pub(super) fn cpu(pid: u32) -> Result<Duration> {
 }
 
 /// How often its threads have waited for something.
-pub(super) fn waits(pid: u32) -> Result<u64> {
+pub(crate) fn waits(pid: u32) -> Result<u64> {
     let tasks = format!("/proc/{pid}/task");
     let failed = |e| gone(&tasks).caused_by(e);
     let mut waits = 0;
@@ -67,6 +80,8 @@ mod tests {
     fn this_process_has_memory_and_spends_time() {
         let me = std::process::id();
         assert!(rss_bytes(me).unwrap() > 64 << 10);
+        assert!(own_bytes(me).unwrap() <= rss_bytes(me).unwrap());
+        assert!(fds(me).unwrap() >= 3);
         let (cpu_before, waits_before) = (cpu(me).unwrap(), waits(me).unwrap());
         std::thread::sleep(Duration::from_millis(1));
         assert!(waits(me).unwrap() > waits_before);
