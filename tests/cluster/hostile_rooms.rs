@@ -6,13 +6,14 @@ use kvlane_proto::msg::Purpose;
 use kvlane_proto::msg::call::{Call, Reply as Answer};
 use kvlane_proto::msg::peer::{Offer, PeerFrame, PeerMsg};
 use kvlane_proto::{
-    BlockList, DataPath, ErrorKind, GrantId, Identity, Incarnation, LaneId, LinkId, Outcome,
-    Refusal, Role, RoomId, Span, WorkerKey, limits,
+    Blame, BlockList, ErrorKind, GrantId, Identity, Incarnation, LaneId, LinkId, Outcome, Refusal,
+    Role, RoomId, Run, Span, WorkerKey, limits,
 };
 use kvlane_transport::clock::now;
 use kvlane_transport::engine::driver::{self, EngineHandle};
+use kvlane_transport::engine::gpunetio::{GpunetioConfig, GpunetioEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
-use kvlane_transport::engine::{Command, EngineEvent};
+use kvlane_transport::engine::{Caps, Command, Engine as DataPlane, EngineEvent};
 use kvlane_transport::quic::{Endpoint, EndpointConfig, FrameSender, Security, Watch};
 use tokio::sync::mpsc;
 
@@ -149,6 +150,8 @@ struct Liar {
     link: Link,
     sender: FrameSender<PeerFrame>,
     frames: mpsc::UnboundedReceiver<PeerFrame>,
+    me: WorkerKey,
+    caps: Caps,
     engine: EngineHandle,
     events: mpsc::UnboundedReceiver<Vec<EngineEvent>>,
     up: bool,
@@ -164,12 +167,22 @@ impl Drop for Liar {
 }
 
 impl Liar {
-    /// Connects to a prefill with the layout of a real decode.
+    /// Connects to a prefill over tcp, with the layout of a real decode.
     async fn connect(router: &Router, prefill: &Worker, like: &Worker) -> Self {
+        let engine = Box::new(TcpEngine::new(TcpConfig::default()).unwrap());
+        Self::connect_over(engine, router, prefill, like).await
+    }
+    async fn connect_over(
+        engine: Box<dyn DataPlane>,
+        router: &Router,
+        prefill: &Worker,
+        like: &Worker,
+    ) -> Self {
         let identity = Identity::new("default", Role::Decode, "liar", 0).unwrap();
         let me = WorkerKey { identity, incarnation: Incarnation([9; 16]) };
         let listen = ([127, 0, 0, 1], 0).into();
-        let endpoint = Endpoint::bind(EndpointConfig::new(listen, Security::Insecure, me)).unwrap();
+        let endpoint =
+            Endpoint::bind(EndpointConfig::new(listen, Security::Insecure, me.clone())).unwrap();
         let session =
             endpoint.dial(&prefill.quic, Some(&prefill.identity), Purpose::Peer).await.unwrap();
         let peer = session.peer.clone();
@@ -186,7 +199,7 @@ impl Liar {
         let pools = view.worker(&like.identity).unwrap().view.registration.pools.clone();
         let link = Link::new(now(), peer.clone(), LinkConfig::new(pools.into(), true));
         let (to, events) = mpsc::unbounded_channel();
-        let engine = Box::new(TcpEngine::new(TcpConfig::default()).unwrap());
+        let caps = engine.caps();
         let on_events = Box::new(move |events| drop(to.send(events)));
         let engine = driver::spawn(engine, on_events).unwrap();
         let lanes = limits::LANES_PER_LINK;
@@ -195,6 +208,8 @@ impl Liar {
             link,
             sender,
             frames,
+            me,
+            caps,
             engine,
             events,
             up: false,
@@ -215,7 +230,7 @@ impl Liar {
         let events = tokio::select! {
             frame = self.frames.recv() => vec![Event::Frame(frame.expect("the link lives"))],
             events = self.events.recv() => {
-                events.unwrap().into_iter().filter_map(translate).collect()
+                events.unwrap().into_iter().filter_map(|e| translate(self.caps, e)).collect()
             }
             () = tokio::time::sleep(std::time::Duration::from_millis(100)) => Vec::new(),
         };
@@ -262,11 +277,11 @@ impl Liar {
     }
 }
 
-fn translate(event: EngineEvent) -> Option<Event> {
+fn translate(caps: Caps, event: EngineEvent) -> Option<Event> {
     Some(match event {
         EngineEvent::Local { blob, .. } => Event::Local(vec![EngineChoice {
-            name: "tcp".into(),
-            path: DataPath::ReceiverCopies,
+            name: caps.name.into(),
+            path: caps.path,
             blob: blob.unwrap(),
             maps: Vec::new(),
         }]),
@@ -375,6 +390,28 @@ async fn a_peer_that_lies_about_rooms_is_refused_by_name_and_spoils_nobodys() {
         PeerMsg::Abort { why, .. } => assert!(why.text.contains("another room's"), "{why}"),
         other => panic!("{other:?}"),
     }
+    // A lease that is not renewed, while the peer lives.
+    let brief = Offer { lease_ms: 300, ..offer(23, 11) };
+    let answer = liar.ask(PeerMsg::Offer(Box::new(brief))).await;
+    assert!(matches!(answer, PeerMsg::OfferAck { .. }), "{answer:?}");
+    let ended = within("the end of a lease", async {
+        loop {
+            let found = liar.heard.iter().find_map(|msg| match msg {
+                PeerMsg::Abort { room: RoomId(23), why, .. } => Some(why.clone()),
+                _ => None,
+            });
+            match found {
+                Some(why) => break why,
+                None => liar.turn().await,
+            }
+        }
+    })
+    .await;
+    assert_eq!((ended.kind, ended.blame), (ErrorKind::LeaseExpired, Blame::Decode), "{ended}");
+    let mut late = Request { room: 23, tokens: PAGE_TOKENS, ..r.clone() };
+    late.decode.key = liar.me.clone();
+    let reply = leg(&prefill.serving, late.prefill_leg()).await.unwrap();
+    reply.assert_failed(&[ErrorKind::LeaseExpired, ErrorKind::RoomEnded]);
     // A number that cannot be costs the link.
     let bad = Box::new(offer(1 << 63, 10));
     liar.say(PeerMsg::Offer(bad)).await;
@@ -385,6 +422,56 @@ async fn a_peer_that_lies_about_rooms_is_refused_by_name_and_spoils_nobodys() {
     })
     .await;
     prefill.holds(0).await;
+    router.assert_clean(&prefill, &decode).await;
+}
+
+/// Where the sender's NIC writes, the list says where: it is checked before anything is posted.
+#[tokio::test]
+async fn a_list_of_blocks_that_cannot_be_is_refused_by_index_and_nothing_is_written() {
+    let cluster = Cluster::start().await;
+    let router = cluster.router("r").await;
+    let rig = Rig::start(&cluster, Engine::Gpunetio).await;
+    let prefill = rig.worker(&cluster, Role::Prefill, "p", &[]).await;
+    let decode = rig.worker(&cluster, Role::Decode, "d", &[]).await;
+    router.sees(&prefill).await;
+    router.sees(&decode).await;
+    let nics = rig.nics.as_ref().unwrap().sockets.iter().map(|s| s.parse().unwrap()).collect();
+    let engine = Box::new(GpunetioEngine::new(GpunetioConfig::new(nics)).unwrap());
+    let mut liar = Liar::connect_over(engine, &router, &prefill, &decode).await;
+    let written = || rig.stats(0).bytes;
+    let before = written();
+    let run = |first, count, stride| BlockList::Runs(vec![Run { first, count, stride }]);
+    for (n, (list, text)) in [
+        (BlockList::from_ids(&[3, 3]), "index=1, id=3"),
+        (BlockList::from_ids(&[0, SMALL_BLOCKS]), "index=1, id=12"),
+        (BlockList::from_ids(&[u32::MAX, 0]), "index=0, id=4294967295"),
+        (run(SMALL_BLOCKS - 1, 2, 1), "index=1, id=12"),
+        (run(0, 2, u32::MAX), "index=1, id=4294967295"),
+        (run(5, 2, 0), "empty or standing run"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let room = 100 + n as u64;
+        let r = router.reserve(&prefill, &decode, 2 * PAGE_TOKENS).await;
+        let mut r = Request { room, ..r };
+        r.decode.key = liar.me.clone();
+        let waits = Leg::send(&prefill.serving, r.prefill_leg()).await.unwrap();
+        prefill.holds(1).await;
+        let span = Span { tokens: 2 * PAGE_TOKENS, prefix_tokens: 0 };
+        let bad = Offer { span, blocks: vec![list], ..offer(room, 1 + n as u64) };
+        match liar.ask(PeerMsg::Offer(Box::new(bad))).await {
+            PeerMsg::Abort { why, .. } => {
+                assert_eq!(why.kind, ErrorKind::InvalidPlan, "{why}");
+                assert!(why.text.contains(text), "{text}: {why}");
+            }
+            other => panic!("{text}: {other:?}"),
+        }
+        // Its leg waits for an offer that is right; nobody makes one.
+        drop(waits);
+        prefill.holds(0).await;
+    }
+    assert_eq!(written(), before);
     router.assert_clean(&prefill, &decode).await;
 }
 
