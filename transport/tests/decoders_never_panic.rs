@@ -215,10 +215,10 @@ fn parts_too_small_or_lists_too_long_are_refused_by_name() {
 /// What two `gpunetio` engines say to each other, as [`mutated_messages_and_noise_are_refused_or_sound`].
 #[test]
 fn mutated_words_of_gpunetio_engines_are_refused_or_sound() {
-    use kvlane_transport::emulated::client::{About, Key, Peer};
-    use kvlane_transport::engine::gpunetio::wire::{Blob, Message, Opened};
+    use kvlane_transport::emulated::client::{About, End, Key};
+    use kvlane_transport::engine::one_sided::wire::{Blob, Message, Opened};
 
-    let end = Peer { number: 0x12_3456, sequence: 0xff_ffff };
+    let end = End { number: 0x12_3456, sequence: 0xff_ffff, ..End::default() };
     let region = |n: u64| Opened { address: n << 40, bytes: 4096 * n, key: Key(n as u32) };
     let (lane, epoch) = (3, 1 << 33);
     let nic = |n: u64| About { name: format!("emulated{n}"), guid: n << 50 };

@@ -9,7 +9,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvlane_proto::ErrorKind;
-use kvlane_transport::emulated::client::{ANSWER, Domain, Hca, Key, Peer, QueuePair, Rights};
+use kvlane_transport::emulated::client::{
+    ANSWER, Domain, End as PairEnd, Hca, Key, QueuePair, Rights,
+};
 use kvlane_transport::emulated::control::{Answer, Request, Status, VERSION};
 use kvlane_transport::emulated::faults::{Fault, Target, What};
 use kvlane_transport::emulated::serve::{End, ThreadNic, spawn_thread};
@@ -48,7 +50,7 @@ impl Side {
         self.hca.queue_pair(self.domain, sends, receives).unwrap()
     }
     fn connect(&mut self, pair: &QueuePair, peer: &QueuePair) {
-        let peer = Peer { number: peer.number, sequence: peer.sequence };
+        let peer = PairEnd { number: peer.number, sequence: peer.sequence, ..PairEnd::default() };
         self.hca.connect(pair, peer).unwrap();
     }
     fn remote(&self, offset: u64) -> Remote {
@@ -442,13 +444,13 @@ fn who_does_not_answer_is_asked_again_and_then_given_up() {
     });
     // Somebody else's.
     try_to(&mut a, &mut b, |_, b, qb, _| {
-        b.hca.connect(&qb, Peer { number: 5, sequence: 0 }).unwrap();
+        b.hca.connect(&qb, PairEnd { number: 5, sequence: 0, ..PairEnd::default() }).unwrap();
     });
     assert_eq!(a.hca.stats().unwrap().dropped_no_pair, 2 * 2 * 4);
     // It expects other numbers.
     try_to(&mut a, &mut b, |_, b, qb, qa| {
         let sequence = qa.sequence.wrapping_sub(3) & 0xff_ffff;
-        b.hca.connect(&qb, Peer { number: qa.number, sequence }).unwrap();
+        b.hca.connect(&qb, PairEnd { number: qa.number, sequence, ..PairEnd::default() }).unwrap();
     });
     let stats = a.hca.stats().unwrap();
     assert_eq!(stats.dropped_sequence, 2 * 4);

@@ -12,9 +12,9 @@ use engine_conformance::one_sided::{downs, pools, quiesced, until_up};
 use engine_conformance::{CANARY, LINK, Pair, peer};
 use kvlane_proto::{GrantId, LaneId, LinkId, Plan, Role, limits};
 use kvlane_transport::clock::now;
-use kvlane_transport::emulated::client::{Key, Peer};
+use kvlane_transport::emulated::client::{End, Key};
 use kvlane_transport::emulated::faults::What;
-use kvlane_transport::engine::gpunetio::wire::Message;
+use kvlane_transport::engine::one_sided::wire::Message;
 use kvlane_transport::engine::{Command, EngineEvent, FenceHow, OpenGrant, OpenSource, SendGrant};
 
 fn open_at_receiver(p: &mut Pair, grant: u64, lanes: &[u16], plan: &Arc<Plan>) {
@@ -174,7 +174,7 @@ fn who_asks_for_queue_pairs_without_end_gets_few() {
     let began = now();
     let mut answers = 0;
     for epoch in 1..=2000 {
-        let end = Peer { number: 5, sequence: 5 };
+        let end = End { number: 5, sequence: 5, ..End::default() };
         let ask = Message::Pair { lane: 0, epoch, guid, end, credit: (0, Key(1)) };
         p.tell_rx(Command::Told { link, message: ask.encode() });
         p.poll_rx();

@@ -1,7 +1,7 @@
 //! What the peer of a `gpunetio` engine says: refused, or the same again.
 #![no_main]
 
-use kvlane_transport::engine::gpunetio::wire::{Blob, Message};
+use kvlane_transport::engine::one_sided::wire::{Blob, Message};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Ok(blob) = Blob::decode(bytes) {

@@ -18,6 +18,7 @@ use super::control::{ANSWER_BYTES_MAX, Answer, Request, Status, VERSION};
 use super::faults::Fault;
 use super::layout;
 use super::stats::Stats;
+pub use crate::engine::one_sided::nic::{About, Domain, End, Key, Rights};
 use crate::memory::Region;
 use crate::mlx5::{CompletionQueue, RECEIVES_MAX, ReceiveQueue, SENDS_MAX, SendQueue, completion};
 use crate::sys::share::{ReadWords, Words, is_open_to_writers};
@@ -29,41 +30,6 @@ pub const ANSWER: Duration = Duration::from_secs(2);
 /// What to do about a NIC that is lost.
 pub(crate) const LOST: &str = "a NIC that dies, or does not answer for 2 s, is lost to every worker that opened it until that \
      worker is restarted: start the NIC again if it has ended, then the workers";
-
-/// What a NIC is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct About {
-    /// `emulated0`, …
-    pub name: String,
-    /// Unique: two workers that opened NICs of the same number can connect over them.
-    pub guid: u64,
-}
-
-/// A protection domain: keys of one do not work on queue pairs of another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Domain(pub u32);
-
-/// What registered memory may be used for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rights {
-    /// This side's queue pairs read it.
-    LocalRead,
-    /// Also: the other side's writes land in it.
-    RemoteWrite,
-}
-
-/// A key of registered memory, for this side (in segments) and, with the rights, for the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Key(pub u32);
-
-/// The other end of a queue pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Peer {
-    /// Its number.
-    pub number: u32,
-    /// First packet sequence number that it sends; 24 bits.
-    pub sequence: u32,
-}
 
 /// A queue pair of this side. It is given back to [`Hca::destroy`]; one that is dropped goes on at the
 /// NIC, which has its own mapping of the memory, until the [`Hca`] is closed.
@@ -272,11 +238,12 @@ impl Hca {
             completions: CompletionQueue::new(memory, places),
         })
     }
-    /// Connects it: it receives and sends from here on. Only packets of `peer` are taken.
+    /// Connects it: it receives and sends from here on. Only packets of `peer` are taken; its number and
+    /// sequence are all that counts here.
     ///
     /// # Errors
     /// As [`Hca::domain`].
-    pub fn connect(&mut self, pair: &QueuePair, peer: Peer) -> Result<()> {
+    pub fn connect(&mut self, pair: &QueuePair, peer: End) -> Result<()> {
         let (number, sequence) = (pair.number.into(), peer.sequence.into());
         self.call(&Request::Connect { number, peer: peer.number.into(), sequence }, &[])?;
         Ok(())

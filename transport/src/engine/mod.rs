@@ -15,6 +15,7 @@ pub mod auto;
 pub mod driver;
 pub mod fence;
 pub mod gpunetio;
+pub mod one_sided;
 mod pen;
 mod redial;
 mod refusals;

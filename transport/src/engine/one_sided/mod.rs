@@ -1,9 +1,9 @@
-//! Engine `gpunetio`: the sender's NIC writes pages into the receiver's memory; nobody there runs
-//! code for it.
+//! The engine of a sender's NIC that writes pages into the receiver's memory: nobody there runs code
+//! for it. `gpunetio` and `verbs` are this engine over other NICs ([`nic`]).
 //!
 //! Owns: the NICs (one is one rail); for each link a protection domain a NIC and a queue pair a lane;
 //! at a receiver the open grants. In: [`Command`]s, the peer's messages, completions. Out:
-//! [`EngineEvent`]s. The posting of this build is done by the CPU, over emulated NICs.
+//! [`EngineEvent`]s.
 //!
 //! A lane's queue pair comes up in three messages over the link, the first time and every time after:
 //! the sender's `Pair`, the receiver's `Paired` (with the keys of its memory, which nobody else is
@@ -26,13 +26,15 @@
 //! 5. Whatever a peer says or writes is checked: a lie costs its lane.
 //!
 //! A NIC is asked, and its answer waited for, on the engine's thread: one that hangs stops the engine,
-//! its other NICs and links included, once and for up to [`ANSWER`](crate::emulated::client::ANSWER); then it is lost, and asked no more.
+//! its other NICs and links included, as long as the NIC's driver waits; then it is lost, and asked no
+//! more.
 
 mod ends;
 mod grants;
 #[doc(hidden)]
 pub mod keys;
 mod link;
+pub mod nic;
 mod pair;
 #[doc(hidden)]
 pub mod post;
@@ -50,6 +52,7 @@ use kvlane_proto::{DataPath, Device, Error, ErrorKind, LinkId, Result, Time};
 use self::ends::Quiescing;
 use self::grants::Grants;
 use self::link::{Hands, Link, Side};
+use self::nic::Nic;
 use self::pair::Leaving;
 use self::rail::Rail;
 use self::wire::{Message, RAILS_MAX, REGIONS_MAX};
@@ -57,11 +60,9 @@ use super::redial::Jitter;
 use super::refusals::nacked;
 use super::{Caps, Command, Engine, EngineEvent, Interest};
 use crate::clock::now;
-use crate::emulated::client::Hca;
 use crate::memory::{Region, Registry};
 use crate::mlx5::SENDS_MAX;
 use crate::random::random;
-use crate::sys::unix::Name;
 
 /// Entries of a sender's ring unless the configuration says otherwise: what the parts that a lane may
 /// have in flight need with pages of 4 KiB.
@@ -77,32 +78,16 @@ const LOOK_ROUND_NS: u64 = 100_000;
 /// How long an engine that ends waits for its NICs.
 const LAST_FLUSH_MS: u64 = 1_000;
 
-/// Settings of the engine.
-#[derive(Clone, Debug)]
-pub struct GpunetioConfig {
-    /// The sockets of the emulated NICs, by rail. Both workers of a link need the same NICs.
-    pub nics: Vec<Name>,
-    /// Entries of a sender's ring; a power of two. Larger parts are posted piece by piece.
-    pub entries: u32,
-}
-
-impl GpunetioConfig {
-    /// Over these NICs.
-    pub fn new(nics: Vec<Name>) -> Self {
-        Self { nics, entries: ENTRIES }
-    }
-}
-
 fn tell(events: &mut Vec<EngineEvent>, link: LinkId, message: &Message) {
     events.push(EngineEvent::Tell { link, message: message.encode() });
 }
 
 /// The engine; see the module.
-pub struct GpunetioEngine {
-    hands: Hands,
+pub struct OneSided<N: Nic> {
+    hands: Hands<N>,
     registry: Registry,
     regions: Vec<Arc<Region>>,
-    links: BTreeMap<LinkId, Link>,
+    links: BTreeMap<LinkId, Link<N::Pair>>,
     grants: Grants,
     quiescing: Vec<Quiescing>,
     look_round_at: Time,
@@ -112,14 +97,14 @@ pub struct GpunetioEngine {
     outbox: Vec<EngineEvent>,
 }
 
-impl GpunetioEngine {
-    /// Opens the NICs; links come with [`Command::Listen`].
+impl<N: Nic> OneSided<N> {
+    /// Over NICs that are open, one for each rail; links come with [`Command::Listen`].
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] naming the setting, or what opening a NIC said.
-    pub fn new(config: GpunetioConfig) -> Result<Self> {
-        let GpunetioConfig { nics, entries } = config;
-        let refused = |why: &str| Error::new(ErrorKind::Config, format!("gpunetio engine: {why}"));
+    /// [`ErrorKind::Config`] naming the setting or the NIC.
+    pub fn over(nics: Vec<N>, entries: u32) -> Result<Self> {
+        let refused =
+            |why: &str| Error::new(ErrorKind::Config, format!("{} engine: {why}", N::ENGINE));
         if nics.is_empty() || nics.len() > RAILS_MAX {
             return Err(refused("number of NICs is out of range")
                 .with("found", nics.len())
@@ -131,19 +116,16 @@ impl GpunetioEngine {
                 .with("found", entries)
                 .with("limits", format!("{ENTRIES_MIN}..={SENDS_MAX}")));
         }
-        let mut rails: Vec<Rail> = Vec::new();
-        for nic in &nics {
-            let hca = Hca::open(nic)?;
-            let about = hca.about();
-            if let Some(same) = rails.iter().find(|r| r.hca.about().guid == about.guid) {
-                return Err(refused("a NIC is named twice")
-                    .with("socket", nic)
-                    .with("other", same.hca.socket())
-                    .with("name", &about.name)
-                    .with("guid", format!("{:#x}", about.guid))
+        let mut rails: Vec<Rail<N>> = Vec::new();
+        for nic in nics {
+            if let Some(same) = rails.iter().find(|r| r.hca.about().guid == nic.about().guid) {
+                return Err(nic
+                    .named(refused("a NIC is named twice"))
+                    .with("other", &same.hca.about().name)
+                    .with("guid", format!("{:#x}", nic.about().guid))
                     .hint("name each NIC once"));
             }
-            rails.push(Rail::new(hca));
+            rails.push(Rail::new(nic));
         }
         Ok(Self {
             hands: Hands {
@@ -165,10 +147,10 @@ impl GpunetioEngine {
     }
 }
 
-impl Engine for GpunetioEngine {
+impl<N: Nic> Engine for OneSided<N> {
     fn caps(&self) -> Caps {
         let rails = self.hands.rails.len() as u16;
-        Caps { name: "gpunetio", path: DataPath::OneSided, emulated: true, rails }
+        Caps { name: N::ENGINE, path: DataPath::OneSided, emulated: N::IS_EMULATED, rails }
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<()> {
@@ -294,7 +276,7 @@ impl Engine for GpunetioEngine {
     }
 }
 
-impl Drop for GpunetioEngine {
+impl<N: Nic> Drop for OneSided<N> {
     /// Takes every queue pair down, so that nothing lands any more when it is over. Of a NIC that hangs
     /// that cannot be known.
     fn drop(&mut self) {
@@ -318,21 +300,26 @@ impl Drop for GpunetioEngine {
         }
         let deadline = began.plus_ms(LAST_FLUSH_MS);
         while !leaving.is_empty() && now() < deadline {
-            let each = leaving.drain(..).filter_map(|(rail, mut left): (usize, Leaving)| {
-                if !left.is_flushed(|_| {}) {
-                    return Some((rail, left));
-                }
-                let hca = &mut self.hands.rails[rail].hca;
-                left.end(hca).ok().flatten().map(|left| (rail, left))
-            });
+            let each =
+                leaving.drain(..).filter_map(|(rail, mut left): (usize, Leaving<N::Pair>)| {
+                    if !left.is_flushed(|_| {}) {
+                        return Some((rail, left));
+                    }
+                    let hca = &mut self.hands.rails[rail].hca;
+                    left.end(hca).ok().flatten().map(|left| (rail, left))
+                });
             leaving = each.collect();
             std::thread::yield_now();
         }
         for (rail, left) in &leaving {
             let hca = &self.hands.rails[*rail].hca;
-            let (nic, socket) = (&hca.about().name, hca.socket());
-            let (queue_pair, limit_ms) = (left.number(), LAST_FLUSH_MS);
-            tracing::error!(nic, %socket, queue_pair, limit_ms, "not flushed at the engine's end: what its NIC has taken may still land");
+            let (nic, queue_pair, limit_ms) = (&hca.about().name, left.number(), LAST_FLUSH_MS);
+            tracing::error!(
+                nic,
+                queue_pair,
+                limit_ms,
+                "not flushed at the engine's end: what its NIC has taken may still land"
+            );
         }
     }
 }

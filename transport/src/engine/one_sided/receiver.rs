@@ -16,16 +16,13 @@ use kvlane_proto::{
     Error, ErrorKind, GrantId, LaneId, LinkId, PartId, Refusal, Result, Time, WorkerKey, limits,
 };
 
+use super::nic::{End, Key, Nic, Pair, Remote, Sends, What};
 use super::pair::{COMPLETIONS_PER_TURN, Leaving, Scene};
 use super::post::{check, decode};
 use super::rail::{Access, Rail, named};
 use super::wire::Message;
 use super::{CREDIT, RECEIVES, tell};
-use crate::emulated::client::{Hca, Key, Peer, QueuePair};
 use crate::engine::EngineEvent;
-use crate::mlx5::completion::What;
-use crate::mlx5::entry::encode;
-use crate::mlx5::{Completion, Data, Decoded, Operation, Remote};
 
 /// Entries of the receiver's own ring: its counts, of which one is under way at a time.
 const ENTRIES: u32 = 16;
@@ -37,10 +34,10 @@ const COUNT_EVERY: u64 = CREDIT as u64 / 2;
 const _: () = assert!((ENTRIES + RECEIVES) as usize <= COMPLETIONS_PER_TURN);
 
 /// What a lane works with while it has its turn.
-pub(super) struct Turn<'a> {
+pub(super) struct Turn<'a, N> {
     pub(super) now: Time,
     pub(super) peer: &'a WorkerKey,
-    pub(super) rails: &'a mut [Rail],
+    pub(super) rails: &'a mut [Rail<N>],
     /// By rail.
     pub(super) access: &'a [Option<Access>],
     /// The link is over: nothing is said, and no queue pair is made.
@@ -65,7 +62,7 @@ pub(super) struct Ended {
 pub(super) struct Invitation {
     pub(super) epoch: u64,
     pub(super) guid: u64,
-    pub(super) end: Peer,
+    pub(super) end: End,
     pub(super) credit: (u64, Key),
 }
 
@@ -80,7 +77,7 @@ struct About {
     serial: u64,
     rail: usize,
     number: u32,
-    end: Peer,
+    end: End,
     credit: Remote,
     bound: Vec<Bound>,
     /// Immediates that came before their grant: not taken yet, so no more than the credit.
@@ -94,7 +91,7 @@ struct About {
 }
 
 impl About {
-    fn scene<'a>(&self, hca: &'a Hca, peer: &'a WorkerKey) -> Scene<'a> {
+    fn scene<'a, N: Nic>(&self, hca: &'a N, peer: &'a WorkerKey) -> Scene<'a, N> {
         Scene { hca, number: self.number, end: self.end, peer }
     }
     /// The grant that an immediate is of.
@@ -130,22 +127,22 @@ impl About {
     }
 }
 
-enum State {
+enum State<P> {
     /// No queue pair.
     Empty,
     /// Made, and the sender told so.
-    Paired { pair: QueuePair, about: About, deadline: Time },
+    Paired { pair: P, about: About, deadline: Time },
     /// The sender has said that it is connected as well.
-    Up { pair: QueuePair, about: About },
+    Up { pair: P, about: About },
     /// What was under way may still land.
-    Leaving { leaving: Leaving, about: About },
+    Leaving { leaving: Leaving<P>, about: About },
 }
 
 /// One lane of a link.
-pub(super) struct Inbound {
+pub(super) struct Inbound<P> {
     link: LinkId,
     lane: LaneId,
-    state: State,
+    state: State<P>,
     /// The newest that the sender spoke of.
     epoch: u64,
     /// To be answered when the one before is out.
@@ -169,7 +166,7 @@ pub(super) struct Binding {
     pub(super) trouble: Option<Error>,
 }
 
-impl Inbound {
+impl<P: Pair> Inbound<P> {
     pub(super) fn new(link: LinkId, lane: LaneId) -> Self {
         let (epoch, invited, answer_from, lost) = (0, None, Time(0), None);
         Self { link, lane, state: State::Empty, epoch, invited, answer_from, lost }
@@ -246,7 +243,11 @@ impl Inbound {
     }
 
     /// The sender has a new queue pair.
-    pub(super) fn invite(&mut self, turn: &mut Turn<'_>, invitation: Invitation) {
+    pub(super) fn invite(
+        &mut self,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
+        invitation: Invitation,
+    ) {
         if invitation.epoch <= self.epoch {
             return stale("pair");
         }
@@ -262,11 +263,11 @@ impl Inbound {
         self.answer(turn);
     }
     /// The sender is connected as well.
-    pub(super) fn connected(&mut self, turn: &mut Turn<'_>, epoch: u64) {
+    pub(super) fn connected(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>, epoch: u64) {
         match std::mem::replace(&mut self.state, State::Empty) {
             State::Paired { pair, about, .. } if epoch == self.epoch => {
                 self.state = State::Up { pair, about };
-                metrics::counter!("kvlane_gpunetio_lanes_up_total").increment(1);
+                metrics::counter!("kvlane_one_sided_lanes_up_total").increment(1);
                 turn.events.push(EngineEvent::LaneUp { link: self.link, lane: self.lane });
             }
             other => {
@@ -276,7 +277,12 @@ impl Inbound {
         }
     }
     /// The sender's end is gone.
-    pub(super) fn broken(&mut self, turn: &mut Turn<'_>, epoch: u64, why: &str) {
+    pub(super) fn broken(
+        &mut self,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
+        epoch: u64,
+        why: &str,
+    ) {
         if epoch != self.epoch {
             return stale("broken");
         }
@@ -293,7 +299,12 @@ impl Inbound {
     }
 
     /// Gives the queue pair up, because of `why`; the sender makes the next.
-    pub(super) fn down(&mut self, turn: &mut Turn<'_>, why: &Refusal, say: bool) {
+    pub(super) fn down(
+        &mut self,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
+        why: &Refusal,
+        say: bool,
+    ) {
         let (pair, about, was_up) = match std::mem::replace(&mut self.state, State::Empty) {
             State::Paired { pair, about, .. } => (pair, about, false),
             State::Up { pair, about } => (pair, about, true),
@@ -311,18 +322,18 @@ impl Inbound {
         }
     }
     /// The NIC of its queue pair is lost.
-    pub(super) fn die(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
+    pub(super) fn die(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>, why: &Refusal) {
         // What arrived before is in place: no more than one turn takes, unless the NIC goes on.
         let _ = self.take(turn);
         let (was_up, about) = match std::mem::replace(&mut self.state, State::Empty) {
             State::Empty => return,
             State::Paired { pair, about, .. } => {
                 // Its memory is kept where the NIC may still use it.
-                let _ = turn.rails[about.rail].hca.destroy(pair);
+                turn.rails[about.rail].hca.destroy(pair);
                 (false, about)
             }
             State::Up { pair, about } => {
-                let _ = turn.rails[about.rail].hca.destroy(pair);
+                turn.rails[about.rail].hca.destroy(pair);
                 (true, about)
             }
             State::Leaving { leaving, about } => {
@@ -338,18 +349,18 @@ impl Inbound {
         self.answer(turn);
     }
     /// What comes through its queue pair will never be known to be over.
-    fn lose(&mut self, turn: &mut Turn<'_>, about: About, why: &Refusal) {
+    fn lose(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>, about: About, why: &Refusal) {
         self.lost.get_or_insert_with(|| why.clone());
         end(turn, about, &Err(why.clone()));
     }
-    fn report(&self, turn: &mut Turn<'_>, why: &Refusal) {
+    fn report(&self, turn: &mut Turn<'_, impl Nic<Pair = P>>, why: &Refusal) {
         if !turn.over {
-            metrics::counter!("kvlane_gpunetio_lanes_down_total").increment(1);
+            metrics::counter!("kvlane_one_sided_lanes_down_total").increment(1);
             let (link, lane, why) = (self.link, self.lane, why.clone());
             turn.events.push(EngineEvent::LaneDown { link, lane, why });
         }
     }
-    fn say_broken(&self, turn: &mut Turn<'_>, why: &Refusal) {
+    fn say_broken(&self, turn: &mut Turn<'_, impl Nic<Pair = P>>, why: &Refusal) {
         if !turn.over {
             let (lane, epoch, why) = (self.lane.0, self.epoch, why.to_string());
             tell(turn.events, self.link, &Message::Broken { lane, epoch, why });
@@ -357,7 +368,7 @@ impl Inbound {
     }
 
     /// One turn; says whether anything moved.
-    pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
+    pub(super) fn poll(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> bool {
         let moved = match &self.state {
             State::Empty => return self.answer(turn),
             State::Paired { deadline, .. } if turn.now < *deadline => return false,
@@ -377,7 +388,7 @@ impl Inbound {
         })
     }
     /// Takes all that has arrived so far, which one turn does; no if that costs the queue pair.
-    pub(super) fn dry(&mut self, turn: &mut Turn<'_>) -> bool {
+    pub(super) fn dry(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> bool {
         match self.take(turn) {
             Ok(_) => true,
             Err(why) => {
@@ -392,15 +403,15 @@ impl Inbound {
             State::Empty => self.invited.is_some().then_some(self.answer_from),
             State::Paired { deadline, .. } => Some(*deadline),
             State::Up { pair, .. } => {
-                pair.completions.arm();
-                pair.completions.is_ready().then_some(Time(0))
+                pair.arm();
+                pair.is_ready().then_some(Time(0))
             }
             State::Leaving { leaving, .. } => leaving.park(),
         }
     }
 
     /// Makes the other end of what the sender offered, if it is time and there is room for one.
-    fn answer(&mut self, turn: &mut Turn<'_>) -> bool {
+    fn answer(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> bool {
         if !matches!(self.state, State::Empty) || turn.over || turn.now < self.answer_from {
             return false;
         }
@@ -408,7 +419,7 @@ impl Inbound {
         self.answer_from = turn.now.plus_ms(ANSWER_MS);
         if let Err(e) = self.make(turn, &invitation) {
             let why = e.with("lane", self.lane.0).to_refusal();
-            metrics::counter!("kvlane_gpunetio_refused_pairs_total", "why" => why.kind.code())
+            metrics::counter!("kvlane_one_sided_refused_pairs_total", "why" => why.kind.code())
                 .increment(1);
             if !std::mem::replace(turn.warned, true) {
                 let (link, peer) = (self.link.0, turn.peer);
@@ -418,7 +429,11 @@ impl Inbound {
         }
         true
     }
-    fn make(&mut self, turn: &mut Turn<'_>, invitation: &Invitation) -> Result<()> {
+    fn make(
+        &mut self,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
+        invitation: &Invitation,
+    ) -> Result<()> {
         let Invitation { epoch, guid, end, credit } = *invitation;
         let Some(rail) = turn.rails.iter().position(|r| r.hca.about().guid == guid) else {
             return Err(Error::new(ErrorKind::NoPath, "the receiver does not have this NIC")
@@ -427,29 +442,29 @@ impl Inbound {
                 .hint("give both workers the same NICs"));
         };
         let Some(access) = turn.access.get(rail).and_then(Option::as_ref) else {
-            return Err(turn.rails[rail].lost());
+            return Err(turn.rails[rail].hca.lost());
         };
         let hca = &mut turn.rails[rail].hca;
         let mut pair = hca.queue_pair(access.domain, ENTRIES, RECEIVES)?;
         // Before the sender can know of it.
-        pair.receives.post(CREDIT);
-        if let Err(e) = hca.connect(&pair, end) {
-            let _ = hca.destroy(pair);
+        pair.post_receives(CREDIT);
+        if let Err(e) = hca.connect(&mut pair, end) {
+            hca.destroy(pair);
             return Err(e);
         }
         *turn.serial += 1;
         let message = Message::Paired {
             lane: self.lane.0,
             epoch,
-            end: Peer { number: pair.number, sequence: pair.sequence },
+            end: pair.end(),
             receives: CREDIT,
-            regions: access.keys().opened().to_vec(),
+            regions: access.opened().to_vec(),
         };
         tell(turn.events, self.link, &message);
         let about = About {
             serial: *turn.serial,
             rail,
-            number: pair.number,
+            number: pair.end().number,
             end,
             credit: Remote { address: credit.0, key: credit.1.0 },
             bound: Vec::new(),
@@ -465,7 +480,7 @@ impl Inbound {
     }
 
     /// Waits until nothing can land; then the next queue pair may be made.
-    fn leave(&mut self, turn: &mut Turn<'_>) -> bool {
+    fn leave(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> bool {
         let State::Leaving { leaving, about } = &mut self.state else { return false };
         let hca = &turn.rails[about.rail].hca;
         turn.events.extend(leaving.late(turn.now, hca).map(EngineEvent::Trouble));
@@ -473,7 +488,7 @@ impl Inbound {
         let mut moved = false;
         // The sender may know of these as done.
         let flushed = leaving.is_flushed(|what| {
-            if let What::Arrived { immediate, .. } = what
+            if let What::Arrived(immediate) = what
                 && let Ok(Some((grant, part))) = about.take(*immediate)
             {
                 turn.events.push(EngineEvent::Arrived { link, grant, part, lane });
@@ -499,7 +514,7 @@ impl Inbound {
     }
 
     /// Takes what has arrived.
-    fn take(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+    fn take(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<bool, Refusal> {
         let State::Up { pair, about } = &mut self.state else { return Ok(false) };
         let scene = about.scene(&turn.rails[about.rail].hca, turn.peer);
         let foreign = |number, about: &About| foreign(&scene, number, &about.bound).to_refusal();
@@ -511,10 +526,10 @@ impl Inbound {
         }
         let mut moved = false;
         for _ in 0..COMPLETIONS_PER_TURN {
-            let Some(found) = pair.completions.poll() else { break };
+            let Some(found) = pair.poll() else { break };
             moved = true;
-            match found {
-                Ok(Completion { what: What::Arrived { immediate, .. }, .. }) => {
+            match found.what {
+                What::Arrived(immediate) => {
                     let (link, lane) = (self.link, self.lane);
                     match about.take(immediate) {
                         Ok(Some((grant, part))) => {
@@ -524,39 +539,30 @@ impl Inbound {
                         Err(number) => return Err(foreign(number, about)),
                     }
                 }
-                Ok(Completion { what: What::Sent, index, .. })
-                    if pair.sends.completed(index).is_some() =>
-                {
+                What::Sent if pair.sends_mut().completed(found.index).is_some() => {
                     about.telling = false;
                 }
                 // The first one: those behind it only say that the queue pair is in error.
-                Ok(Completion {
-                    what: What::SendFailed(fault) | What::ReceiveFailed(fault),
-                    ..
-                }) => return Err(scene.fault(fault).to_refusal()),
-                other => {
+                What::SendFailed(fault) | What::ReceiveFailed(fault) => {
+                    return Err(scene.fault(fault).to_refusal());
+                }
+                What::Sent | What::Unknown(_) => {
                     let what = "the NIC completed something that was not posted";
                     let e = scene.error(ErrorKind::Malformed, what);
-                    return Err(e.with("found", format!("{other:?}")).to_refusal());
+                    return Err(e.with("found", format!("{found:?}")).to_refusal());
                 }
             }
         }
         if !moved && about.posted == about.taken {
             return Ok(false);
         }
-        pair.completions.consumed();
+        pair.consumed();
         // Posted before the sender may count on them.
-        pair.receives.post((about.taken - about.posted) as u32);
+        pair.post_receives((about.taken - about.posted) as u32);
         about.posted = about.taken;
         if about.taken - about.told >= COUNT_EVERY && !about.telling {
-            let mut bytes = [0; 28];
-            bytes[..8].copy_from_slice(&about.taken.to_ne_bytes());
-            let operation =
-                Operation::Write { to: about.credit, data: Data::Inline { len: 8, bytes } };
-            let what = Decoded::new(operation, true);
-            let entry = encode(pair.sends.next() as u16, pair.number, &what);
-            if pair.sends.push(&entry) {
-                pair.sends.ring();
+            if pair.sends_mut().write_word(about.credit, about.taken) {
+                pair.sends_mut().ring();
                 turn.rails[about.rail].hca.kick();
                 (about.told, about.telling) = (about.taken, true);
             }
@@ -564,7 +570,11 @@ impl Inbound {
         Ok(true)
     }
     /// The engine ends.
-    pub(super) fn end(self, now: Time, rails: &mut [Rail]) -> Option<(usize, Leaving)> {
+    pub(super) fn end(
+        self,
+        now: Time,
+        rails: &mut [Rail<impl Nic<Pair = P>>],
+    ) -> Option<(usize, Leaving<P>)> {
         match self.state {
             State::Paired { pair, about, .. } | State::Up { pair, about } => {
                 let leaving = Leaving::last(now, &mut rails[about.rail].hca, pair)?;
@@ -577,16 +587,16 @@ impl Inbound {
 }
 
 /// Tells the grants of a queue pair that it is out.
-fn end(turn: &mut Turn<'_>, about: About, how: &Result<(), Refusal>) {
+fn end<N>(turn: &mut Turn<'_, N>, about: About, how: &Result<(), Refusal>) {
     let serial = about.serial;
     let each = about.bound.into_iter();
     turn.ended.extend(each.map(|b| Ended { grant: b.grant, serial, how: how.clone() }));
 }
 
-fn foreign(scene: &Scene<'_>, number: u32, bound: &[Bound]) -> Error {
+fn foreign(scene: &Scene<'_, impl Nic>, number: u32, bound: &[Bound]) -> Error {
     let (bits, part) = decode(number);
     let known: Vec<_> = bound.iter().map(|b| format!("{} of {} parts", b.grant, b.parts)).collect();
-    metrics::counter!("kvlane_gpunetio_foreign_parts_total").increment(1);
+    metrics::counter!("kvlane_one_sided_foreign_parts_total").increment(1);
     scene
         .error(ErrorKind::Malformed, "the sender wrote a part that no grant on this lane has")
         .with("part", part.0)
@@ -596,5 +606,5 @@ fn foreign(scene: &Scene<'_>, number: u32, bound: &[Bound]) -> Error {
 }
 
 fn stale(what: &'static str) {
-    metrics::counter!("kvlane_gpunetio_stale_messages_total", "what" => what).increment(1);
+    metrics::counter!("kvlane_one_sided_stale_messages_total", "what" => what).increment(1);
 }

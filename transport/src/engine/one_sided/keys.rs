@@ -3,8 +3,8 @@
 //! In: ranges with their keys, of this side or as a receiver said them. Out: the key of a range, or
 //! none. Invariant: a key is given only for a range that lies inside what it opens.
 
+use super::nic::Key;
 use super::wire::Opened;
-use crate::emulated::client::Key;
 
 /// Ranges of one side, with the keys of one protection domain.
 #[derive(Clone, Debug, Default)]

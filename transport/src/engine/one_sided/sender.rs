@@ -18,31 +18,30 @@ use kvlane_proto::{
 };
 
 use super::keys::Keys;
+use super::nic::{Completion, End, Nic, Pair, Registered, Sends, What};
 use super::pair::{COMPLETIONS_PER_TURN, Leaving, Scene};
 use super::post::{Poster, Rest, Unknown, immediate};
 use super::rail::{Access, Rail};
 use super::wire::Message;
 use super::{RECEIVES, tell};
-use crate::emulated::client::{Key, Peer, QueuePair};
 use crate::engine::EngineEvent;
 use crate::engine::redial::Jitter;
 use crate::engine::refusals::takes;
 use crate::memory::Region;
-use crate::mlx5::completion::What;
-use crate::mlx5::entry::encode;
-use crate::mlx5::{Completion, Decoded, Operation};
 use crate::sys::share::Words;
 
 /// How often the receiver's count is looked at, if nothing else wakes the engine: nothing announces it.
 const CREDIT_LOOK_MS: u64 = 1;
 
 /// What a lane works with while it has its turn.
-pub(super) struct Turn<'a> {
+pub(super) struct Turn<'a, N> {
     pub(super) now: Time,
     /// Of a ring.
     pub(super) entries: u32,
     pub(super) peer: &'a WorkerKey,
-    pub(super) rail: &'a mut Rail,
+    pub(super) rail: &'a mut Rail<N>,
+    /// The receiver's NIC that it is connected with; none if there is none.
+    pub(super) partner: Option<u64>,
     pub(super) access: Option<&'a Access>,
     /// The receiver's memory behind this rail.
     pub(super) remote: &'a Keys,
@@ -82,8 +81,7 @@ struct Current {
 struct Credit {
     /// Where the receiver writes how many it has taken.
     word: Arc<Words>,
-    key: Key,
-    address: u64,
+    at: Registered,
     sent: u64,
     /// As read last.
     taken: u64,
@@ -111,24 +109,24 @@ impl Credit {
     }
 }
 
-enum State {
+enum State<P> {
     /// There is no queue pair until it is time to make one.
     Waiting { until: Time },
     /// The receiver was asked for its end.
-    Pairing { pair: QueuePair, credit: Credit, deadline: Time },
+    Pairing { pair: P, credit: Credit, deadline: Time },
     /// Carries parts.
-    Up { pair: QueuePair, credit: Credit, end: Peer, receives: u32 },
+    Up { pair: P, credit: Credit, end: End, receives: u32 },
     /// What was posted may still be read and land.
-    Leaving { leaving: Leaving, credit: Credit, held: Vec<Flight> },
+    Leaving { leaving: Leaving<P>, credit: Credit, held: Vec<Flight> },
     /// For good. What is held may be read by a NIC that was lost; nobody will ever know.
     Dead { held: Vec<Flight>, number: u32, _credit: Option<Credit> },
 }
 
 /// One lane of a link.
-pub(super) struct Outbound {
+pub(super) struct Outbound<P> {
     link: LinkId,
     lane: LaneId,
-    state: State,
+    state: State<P>,
     /// Counts the queue pairs of the lane.
     epoch: u64,
     /// Queue pairs since it was last up.
@@ -144,7 +142,7 @@ pub(super) struct Outbound {
     flights: VecDeque<Flight>,
 }
 
-impl Outbound {
+impl<P: Pair> Outbound<P> {
     pub(super) fn new(link: LinkId, lane: LaneId) -> Self {
         Self {
             link,
@@ -231,7 +229,12 @@ impl Outbound {
     }
 
     /// Gives the queue pair up; posts are in doubt. Another is made after a wait.
-    pub(super) fn down(&mut self, turn: &mut Turn<'_>, why: &Refusal, say: bool) {
+    pub(super) fn down(
+        &mut self,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
+        why: &Refusal,
+        say: bool,
+    ) {
         let state = std::mem::replace(&mut self.state, State::Waiting { until: turn.now });
         let (pair, credit) = match state {
             State::Pairing { pair, credit, .. } | State::Up { pair, credit, .. } => (pair, credit),
@@ -242,14 +245,14 @@ impl Outbound {
             tell(turn.events, self.link, &Message::Broken { lane, epoch, why });
         }
         self.report(turn, why);
-        let (held, number) = (self.let_go(), pair.number);
+        let (held, number) = (self.let_go(), pair.end().number);
         self.state = match Leaving::begin(turn.now, &mut turn.rail.hca, pair) {
             Ok(leaving) => State::Leaving { leaving, credit, held },
             Err(lost) => self.dead(turn, lost, (held, number), credit),
         };
     }
     /// The NIC is lost, or the peer does not have it.
-    pub(super) fn die(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
+    pub(super) fn die(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>, why: &Refusal) {
         // What completed before is not in doubt.
         while matches!(self.complete(turn), Ok(true)) {}
         self.report(turn, why);
@@ -258,9 +261,9 @@ impl Outbound {
         let hca = &mut turn.rail.hca;
         let (number, credit) = match state {
             State::Pairing { pair, credit, .. } | State::Up { pair, credit, .. } => {
-                let number = pair.number;
+                let number = pair.end().number;
                 // Its memory is kept where the NIC may still use it.
-                let _ = hca.destroy(pair);
+                hca.destroy(pair);
                 (number, Some(credit))
             }
             State::Leaving { leaving, credit, held: more } => {
@@ -276,19 +279,19 @@ impl Outbound {
     }
     fn dead(
         &mut self,
-        turn: &mut Turn<'_>,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
         why: Refusal,
         (held, number): (Vec<Flight>, u32),
         credit: Credit,
-    ) -> State {
+    ) -> State<P> {
         turn.events.push(EngineEvent::Trouble(Error::from(why).with("lane", self.lane.0)));
         State::Dead { held, number, _credit: Some(credit) }
     }
     /// Once an outage is enough.
-    fn report(&mut self, turn: &mut Turn<'_>, why: &Refusal) {
+    fn report(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>, why: &Refusal) {
         self.attempt += 1;
         if !std::mem::replace(&mut self.reported, true) && !turn.over {
-            metrics::counter!("kvlane_gpunetio_lanes_down_total").increment(1);
+            metrics::counter!("kvlane_one_sided_lanes_down_total").increment(1);
             let (link, lane, why) = (self.link, self.lane, why.clone());
             turn.events.push(EngineEvent::LaneDown { link, lane, why });
         }
@@ -303,11 +306,17 @@ impl Outbound {
     }
 
     /// The receiver has made its end.
-    pub(super) fn paired(&mut self, turn: &mut Turn<'_>, epoch: u64, end: Peer, receives: u32) {
+    pub(super) fn paired(
+        &mut self,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
+        epoch: u64,
+        end: End,
+        receives: u32,
+    ) {
         if epoch != self.epoch || !matches!(self.state, State::Pairing { .. }) {
             return stale("paired");
         }
-        if let State::Pairing { pair, .. } = &self.state
+        if let State::Pairing { pair, .. } = &mut self.state
             && let Err(e) = turn.rail.hca.connect(pair, end)
         {
             return self.down(turn, &e.to_refusal(), true);
@@ -317,12 +326,17 @@ impl Outbound {
             self.state = State::Up { pair, credit, end, receives };
         }
         (self.attempt, self.reported) = (0, false);
-        metrics::counter!("kvlane_gpunetio_lanes_up_total").increment(1);
+        metrics::counter!("kvlane_one_sided_lanes_up_total").increment(1);
         tell(turn.events, self.link, &Message::Up { lane: self.lane.0, epoch });
         turn.events.push(EngineEvent::LaneUp { link: self.link, lane: self.lane });
     }
     /// The receiver's end is gone.
-    pub(super) fn broken(&mut self, turn: &mut Turn<'_>, epoch: u64, why: &str) {
+    pub(super) fn broken(
+        &mut self,
+        turn: &mut Turn<'_, impl Nic<Pair = P>>,
+        epoch: u64,
+        why: &str,
+    ) {
         if epoch != self.epoch {
             return stale("broken");
         }
@@ -339,11 +353,11 @@ impl Outbound {
     }
 
     /// One turn; says whether anything moved.
-    pub(super) fn poll(&mut self, turn: &mut Turn<'_>) -> bool {
+    pub(super) fn poll(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> bool {
         let moved = match &mut self.state {
             State::Waiting { until } if turn.over || turn.now < *until => return false,
             State::Waiting { .. } if turn.access.is_none() => {
-                let why = turn.rail.lost().to_refusal();
+                let why = turn.rail.hca.lost().to_refusal();
                 self.die(turn, &why);
                 return true;
             }
@@ -372,9 +386,9 @@ impl Outbound {
             State::Waiting { until } => (!over).then_some(*until),
             State::Pairing { deadline, .. } => Some(*deadline),
             State::Up { pair, .. } => {
-                pair.completions.arm();
-                let full = pair.sends.free() == 0;
-                if pair.completions.is_ready() {
+                pair.arm();
+                let full = pair.sends().free() == 0;
+                if pair.is_ready() {
                     Some(Time(0))
                 } else {
                     (waits && !full).then(|| now.plus_ms(CREDIT_LOOK_MS))
@@ -386,52 +400,50 @@ impl Outbound {
     }
 
     /// Makes a queue pair and asks for the other end.
-    fn pair(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+    fn pair(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<bool, Refusal> {
         match self.make(turn) {
             Ok((pair, credit)) => {
                 self.epoch += 1;
-                let about = turn.rail.hca.about();
                 let message = Message::Pair {
                     lane: self.lane.0,
                     epoch: self.epoch,
-                    guid: about.guid,
-                    end: Peer { number: pair.number, sequence: pair.sequence },
-                    credit: (credit.address, credit.key),
+                    guid: turn.partner.unwrap_or_default(),
+                    end: pair.end(),
+                    credit: (credit.at.address, credit.at.remote),
                 };
                 tell(turn.events, self.link, &message);
                 let deadline = turn.now.plus_ms(limits::HANDSHAKE_MS);
                 self.state = State::Pairing { pair, credit, deadline };
             }
             Err(e) => {
-                let name = &turn.rail.hca.about().name;
-                let why = e.with("nic", name).with("lane", self.lane.0).to_refusal();
+                let why = turn.rail.hca.named(e).with("lane", self.lane.0).to_refusal();
                 self.report(turn, &why);
                 self.wait(turn);
             }
         }
         Ok(true)
     }
-    fn make(&self, turn: &mut Turn<'_>) -> Result<(QueuePair, Credit)> {
-        let Some(access) = turn.access else { return Err(turn.rail.lost()) };
+    fn make(&self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<(P, Credit)> {
+        let Some(access) = turn.access else { return Err(turn.rail.hca.lost()) };
         let hca = &mut turn.rail.hca;
         let word = Arc::new(Words::new(1, false).map_err(|e| {
             Error::new(ErrorKind::Memory, "no shared memory for a lane's credit").caused_by(e)
         })?);
-        let (key, address) = hca.register_words(access.domain, &word)?;
+        let at = hca.register_words(access.domain, &word)?;
         match hca.queue_pair(access.domain, turn.entries, RECEIVES) {
-            Ok(pair) => Ok((pair, Credit { word, key, address, sent: 0, taken: 0 })),
+            Ok(pair) => Ok((pair, Credit { word, at, sent: 0, taken: 0 })),
             Err(e) => {
-                let _ = hca.deregister(key);
+                let _ = hca.deregister(at.local);
                 Err(e)
             }
         }
     }
-    fn wait(&mut self, turn: &mut Turn<'_>) {
+    fn wait(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) {
         let until = turn.now + turn.jitter.wait(self.attempt.max(1));
         self.state = State::Waiting { until };
     }
     /// Waits until nothing can land; then the lane may have a new queue pair.
-    fn leave(&mut self, turn: &mut Turn<'_>) -> bool {
+    fn leave(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> bool {
         let State::Leaving { leaving, .. } = &mut self.state else { return false };
         turn.events.extend(leaving.late(turn.now, &turn.rail.hca).map(EngineEvent::Trouble));
         if !leaving.is_flushed(|_| {}) {
@@ -446,7 +458,7 @@ impl Outbound {
                 return false;
             }
             Ok(None) => {
-                if let Err(e) = hca.deregister(credit.key) {
+                if let Err(e) = hca.deregister(credit.at.local) {
                     turn.events.push(EngineEvent::Trouble(e));
                 }
                 self.wait(turn);
@@ -457,15 +469,15 @@ impl Outbound {
     }
 
     /// Takes what completions there are.
-    fn complete(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+    fn complete(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<bool, Refusal> {
         let State::Up { pair, end, .. } = &mut self.state else { return Ok(false) };
         let mut bad = None;
         let mut moved = false;
         for _ in 0..COMPLETIONS_PER_TURN {
-            let Some(found) = pair.completions.poll() else { break };
+            let Some(found) = pair.poll() else { break };
             moved = true;
-            let done = match &found {
-                Ok(Completion { what: What::Sent, index, .. }) => pair.sends.completed(*index),
+            let done = match found {
+                Completion { what: What::Sent, index } => pair.sends_mut().completed(index),
                 _ => None,
             };
             let Some(done) = done else {
@@ -482,43 +494,43 @@ impl Outbound {
             }
         }
         if moved {
-            pair.completions.consumed();
+            pair.consumed();
         }
         let Some(bad) = bad else { return Ok(moved) };
         // The first one: those behind it only say that the queue pair is in error.
         let hca = &turn.rail.hca;
-        let scene = Scene { hca, number: pair.number, end: *end, peer: turn.peer };
+        let scene = Scene { hca, number: pair.end().number, end: *end, peer: turn.peer };
         let index = match bad {
-            Ok(Completion { what: What::SendFailed(_), index, .. }) => pair.sends.completed(index),
+            Completion { what: What::SendFailed(_), index } => pair.sends_mut().completed(index),
             _ => None,
         };
         let flight = self.flights.iter().find(|f| Some(f.last) >= index).map(|f| &f.task);
         let task = index.and(flight.or(self.current.as_ref().map(|current| &current.task)));
-        Err(fault(&scene, &bad, task).to_refusal())
+        Err(fault(&scene, bad, task).to_refusal())
     }
 
     /// Posts what there is room and credit for.
-    fn fill(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+    fn fill(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<bool, Refusal> {
         let next = |lane: &Self| match &lane.state {
-            State::Up { pair, .. } if pair.sends.free() > 0 => Some(pair.sends.next()),
+            State::Up { pair, .. } if pair.sends().free() > 0 => Some(pair.sends().next()),
             _ => None,
         };
         let Some(before) = next(self) else { return Ok(false) };
         while next(self).is_some() && self.advance(turn)? {}
         let State::Up { pair, .. } = &mut self.state else { return Ok(false) };
-        let moved = pair.sends.next() != before;
+        let moved = pair.sends().next() != before;
         if moved {
-            pair.sends.ring();
+            pair.sends_mut().ring();
             turn.rail.hca.kick();
         }
         Ok(moved)
     }
     /// Posts of one part what there is room for; says whether there may be room for more.
-    fn advance(&mut self, turn: &mut Turn<'_>) -> Result<bool, Refusal> {
+    fn advance(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<bool, Refusal> {
         let State::Up { pair, credit, receives, .. } = &mut self.state else { return Ok(false) };
         let Some(access) = turn.access else { return Ok(false) };
         let mut poster = Poster {
-            sends: &mut pair.sends,
+            sends: pair.sends_mut(),
             local: access.keys().look(),
             remote: turn.remote.look(),
             signal_mask: u64::from(turn.entries / 4 - 1),
@@ -555,15 +567,14 @@ impl Outbound {
             self.rest.clear();
             current.stopped = true;
         }
-        let next = pair.sends.next();
+        let next = pair.sends().next();
         let dropped = current.stopped;
         if dropped && next == current.first {
             return Ok(true);
         }
         if dropped {
             // So that its entries are known to have completed.
-            let nop = Decoded::new(Operation::Nop, true);
-            if !pair.sends.push(&encode(next as u16, pair.number, &nop)) {
+            if !pair.sends_mut().nop() {
                 self.current = Some(current);
                 return Ok(false);
             }
@@ -573,14 +584,14 @@ impl Outbound {
         } else {
             credit.sent += 1;
             let bytes = current.task.source.bytes();
-            metrics::counter!("kvlane_gpunetio_sent_bytes_total").increment(bytes);
+            metrics::counter!("kvlane_one_sided_sent_bytes_total").increment(bytes);
         }
-        let last = pair.sends.next() - 1;
+        let last = pair.sends().next() - 1;
         self.flights.push_back(Flight { task: current.task, last, dropped });
         Ok(true)
     }
     /// The engine ends.
-    pub(super) fn end(self, now: Time, rail: &mut Rail) -> Option<Leaving> {
+    pub(super) fn end(self, now: Time, rail: &mut Rail<impl Nic<Pair = P>>) -> Option<Leaving<P>> {
         match self.state {
             State::Pairing { pair, .. } | State::Up { pair, .. } => {
                 Leaving::last(now, &mut rail.hca, pair)
@@ -592,18 +603,16 @@ impl Outbound {
 }
 
 /// What a completion that is no success says, and of which part.
-fn fault(scene: &Scene<'_>, found: &Result<Completion, u8>, task: Option<&Task>) -> Error {
-    let error = match found {
-        Ok(Completion { what: What::SendFailed(fault) | What::ReceiveFailed(fault), .. }) => {
-            scene.fault(*fault)
-        }
-        Ok(found) => {
-            let what = "the NIC completed something that was not posted";
-            scene.error(ErrorKind::Malformed, what).with("found", format!("{found:?}"))
-        }
-        Err(opcode) => {
+fn fault(scene: &Scene<'_, impl Nic>, found: Completion, task: Option<&Task>) -> Error {
+    let error = match found.what {
+        What::SendFailed(fault) | What::ReceiveFailed(fault) => scene.fault(fault),
+        What::Unknown(opcode) => {
             let what = "the NIC wrote a completion that is not known";
             scene.error(ErrorKind::Malformed, what).with("opcode", format!("{opcode:#x}"))
+        }
+        What::Sent | What::Arrived(_) => {
+            let what = "the NIC completed something that was not posted";
+            scene.error(ErrorKind::Malformed, what).with("found", format!("{found:?}"))
         }
     };
     match task {
@@ -636,5 +645,5 @@ fn no_key(unknown: &Unknown, local: &Keys, remote: &Keys) -> Error {
 }
 
 fn stale(what: &'static str) {
-    metrics::counter!("kvlane_gpunetio_stale_messages_total", "what" => what).increment(1);
+    metrics::counter!("kvlane_one_sided_stale_messages_total", "what" => what).increment(1);
 }

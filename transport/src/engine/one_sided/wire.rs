@@ -1,16 +1,16 @@
-//! What two `gpunetio` engines say to each other: the blob of a link, and how queue pairs are made.
+//! What two one-sided engines say to each other: the blob of a link, and how queue pairs are made.
 //!
 //! In: structs, or what a peer sent. Out: bytes, or a refusal that names the field. Everything is
 //! bounded and exact: what decodes encodes to the same bytes again.
 //!
 //! ```text
-//! blob      version u8 = 1 | lanes u16 | lost u16 | n u8 | n × (guid u64 | length u8 | name)
+//! blob      version u8 = 2 | lanes u16 | lost u16 | n u8 | n × (guid u64 | length u8 | name)
 //! pair      1 | lane u16 | epoch u64 | guid u64 | end | credit address u64 | credit key u32
 //! paired    2 | lane u16 | epoch u64 | end | receives u32 | regions
 //! up        3 | lane u16 | epoch u64
 //! broken    4 | lane u16 | epoch u64 | length u16 | text
 //! regions   5 | guid u64 | regions
-//! end       number u32 | sequence u32, both of 24 bits
+//! end       number u32 | sequence u32, both of 24 bits | gid 16 bytes | lid u16 | mtu u16
 //! regions   n u16 | n × (address u64 | bytes u64 | key u32)
 //! ```
 //!
@@ -18,12 +18,12 @@
 
 use kvlane_proto::{Error, ErrorKind, Result, limits};
 
-use crate::emulated::client::{About, Key, Peer};
+use super::nic::{About, End, Key};
 use crate::emulated::control::cut;
 use crate::mlx5::RECEIVES_MAX;
 
 /// Version of blob and messages.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Most NICs of one engine.
 pub const RAILS_MAX: usize = limits::RAILS_MAX as usize;
 /// Most regions of a receiver.
@@ -68,10 +68,10 @@ pub enum Message {
         lane: u16,
         /// Counts the sender's queue pairs of the lane.
         epoch: u64,
-        /// The NIC.
+        /// The receiver's NIC.
         guid: u64,
         /// The sender's end.
-        end: Peer,
+        end: End,
         /// A word that the receiver writes its count of immediates to.
         credit: (u64, Key),
     },
@@ -82,7 +82,7 @@ pub enum Message {
         /// The sender's.
         epoch: u64,
         /// The receiver's end.
-        end: Peer,
+        end: End,
         /// Immediates that may be outstanding.
         receives: u32,
         /// Memory that may be written through this lane's NIC.
@@ -114,7 +114,7 @@ pub enum Message {
 }
 
 fn malformed(what: &str) -> Error {
-    Error::new(ErrorKind::Malformed, format!("gpunetio engine: {what}"))
+    Error::new(ErrorKind::Malformed, format!("one-sided engine: {what}"))
 }
 
 /// Takes numbers off the front of a peer's bytes.
@@ -159,14 +159,15 @@ impl<'a> Reader<'a> {
         let text = std::str::from_utf8(head);
         text.map(str::to_owned).map_err(|_| malformed("text is no UTF-8").with("field", what))
     }
-    fn end(&mut self) -> Result<Peer> {
+    fn end(&mut self) -> Result<End> {
         let (number, sequence) = (self.u32()?, self.u32()?);
         if number > NUMBER_MAX || sequence > NUMBER_MAX {
             return Err(malformed("queue pair's number or sequence has more than 24 bits")
                 .with("number", number)
                 .with("sequence", sequence));
         }
-        Ok(Peer { number, sequence })
+        let (gid, lid, mtu) = (self.take()?, self.u16()?, self.u16()?);
+        Ok(End { number, sequence, gid, lid, mtu })
     }
     fn lane(&mut self) -> Result<(u16, u64)> {
         let (lane, epoch) = (self.u16()?, self.u64()?);
@@ -203,9 +204,12 @@ impl<'a> Reader<'a> {
     }
 }
 
-fn put_end(out: &mut Vec<u8>, end: Peer) {
+fn put_end(out: &mut Vec<u8>, end: End) {
     out.extend(end.number.to_le_bytes());
     out.extend(end.sequence.to_le_bytes());
+    out.extend(end.gid);
+    out.extend(end.lid.to_le_bytes());
+    out.extend(end.mtu.to_le_bytes());
 }
 
 fn put_regions(out: &mut Vec<u8>, regions: &[Opened]) {
@@ -246,7 +250,7 @@ impl Blob {
         if version != VERSION {
             return Err(Error::new(
                 ErrorKind::VersionMismatch,
-                "gpunetio engine: unknown blob version",
+                "one-sided engine: unknown blob version",
             )
             .with("found", version)
             .with("expected", VERSION)
@@ -367,7 +371,7 @@ mod tests {
     #[test]
     fn what_is_too_much_is_refused_and_the_longest_fits() {
         let region = Opened { address: u64::MAX - 9, bytes: 9, key: Key(u32::MAX) };
-        let end = Peer { number: NUMBER_MAX, sequence: 0 };
+        let end = End { number: NUMBER_MAX, sequence: 0, gid: [7; 16], lid: 3, mtu: 4096 };
         let regions = vec![region; REGIONS_MAX];
         let paired = Message::Paired { lane: 63, epoch: u64::MAX, end, receives: 1, regions };
         let bytes = paired.encode();
@@ -383,8 +387,8 @@ mod tests {
             (1, 64, "lane is out of range"),
             (14, 1, "more than 24 bits"),
             (18, 1, "more than 24 bits"),
-            (19, 0, "number of receives"),
-            (24, 3, "too many regions"),
+            (39, 0, "number of receives"),
+            (44, 3, "too many regions"),
         ] {
             let mut bytes = paired.encode();
             bytes[at] = value;

@@ -7,9 +7,10 @@ use kvlane_proto::{
     Device, Error, ErrorKind, GrantId, LaneId, LinkId, Refusal, Result, Time, WorkerKey, limits,
 };
 
-use super::GpunetioEngine;
+use super::OneSided;
 use super::grants::{Begin, Fence};
 use super::link::{Lent, Link, Side};
+use super::nic::Nic;
 use super::receiver::Binding;
 use super::sender::{Outbound, Task};
 use crate::engine::refusals::{no_lane, no_link};
@@ -39,7 +40,7 @@ fn late(grant: GrantId, peer: &WorkerKey) -> Refusal {
         .to_refusal()
 }
 
-impl GpunetioEngine {
+impl<N: Nic> OneSided<N> {
     pub(super) fn open(&mut self, grant: OpenGrant) -> Result<()> {
         let number = grant.grant;
         let Self { grants, links, outbox, .. } = self;
@@ -204,7 +205,7 @@ impl GpunetioEngine {
         lane.post(*bound, Task { grant: post.grant, part: post.part, source, destination })
     }
 
-    /// Stops a grant; [`GpunetioEngine::quiesces`] answers.
+    /// Stops a grant; [`OneSided::quiesces`] answers.
     pub(super) fn quiesce(&mut self, now: Time, id: LinkId, grant: GrantId) {
         if let Some(Link { side: Side::Sender { lanes, grants, .. }, .. }) = self.links.get_mut(&id)
         {
@@ -243,10 +244,9 @@ impl GpunetioEngine {
                 let hca = &hands.rails[hands.rail_of(lane)].hca;
                 let why =
                     "a grant cannot be quiesced: a NIC was lost that may still read its pages";
-                let why = Error::new(ErrorKind::Quarantined, why)
+                let why = hca
+                    .named(Error::new(ErrorKind::Quarantined, why))
                     .with("grant", q.grant)
-                    .with("nic", &hca.about().name)
-                    .with("socket", hca.socket())
                     .with("queue_pair", format!("{queue_pair:#x}"))
                     .with("peer", &link.peer)
                     .hint("its source blocks stay withheld until the worker is started again");

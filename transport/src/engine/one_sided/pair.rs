@@ -8,16 +8,14 @@
 
 use kvlane_proto::{Error, ErrorKind, Refusal, Result, Time, WorkerKey, limits};
 
-use crate::emulated::client::{Hca, Peer, QueuePair};
-use crate::mlx5::completion::What;
-use crate::mlx5::{Completion, Fault, Syndrome};
+use super::nic::{Cause, Completion, End, Fault, Nic, Pair, What};
 
 /// Completions taken from one ring in one turn.
 pub(super) const COMPLETIONS_PER_TURN: usize = 256;
 
 /// A queue pair on its way out.
-pub(super) struct Leaving {
-    pair: QueuePair,
+pub(super) struct Leaving<P> {
+    pair: P,
     /// Index of the receive whose flush is the fence.
     marker: u16,
     flushed: bool,
@@ -25,13 +23,17 @@ pub(super) struct Leaving {
     late_at: Option<Time>,
 }
 
-impl Leaving {
+impl<P: Pair> Leaving<P> {
     /// Takes a queue pair to error.
-    pub(super) fn begin(now: Time, hca: &mut Hca, mut pair: QueuePair) -> Result<Self, Refusal> {
-        let marked = hca.error(&pair).and_then(|()| {
-            let posted = pair.receives.post(1);
+    pub(super) fn begin(
+        now: Time,
+        hca: &mut impl Nic<Pair = P>,
+        mut pair: P,
+    ) -> Result<Self, Refusal> {
+        let marked = hca.error(&mut pair).and_then(|()| {
+            let posted = pair.post_receives(1);
             // A receive that comes after the first is flushed by the second.
-            hca.error(&pair).map(|()| posted.wrapping_sub(1) as u16)
+            hca.error(&mut pair).map(|()| posted.wrapping_sub(1) as u16)
         });
         match marked {
             Ok(marker) => {
@@ -40,14 +42,14 @@ impl Leaving {
             }
             Err(e) => {
                 // Its memory stays where the NIC may still use it.
-                let _ = hca.destroy(pair);
+                hca.destroy(pair);
                 Err(failed(hca, &e))
             }
         }
     }
     /// As [`Leaving::begin`], where the engine ends.
-    pub(super) fn last(now: Time, hca: &mut Hca, pair: QueuePair) -> Option<Self> {
-        let number = pair.number;
+    pub(super) fn last(now: Time, hca: &mut impl Nic<Pair = P>, pair: P) -> Option<Self> {
+        let number = pair.end().number;
         let log = |why: &Refusal| {
             tracing::error!(queue_pair = number, %why, "not flushed at the engine's end: what its NIC has taken may still land");
         };
@@ -59,21 +61,20 @@ impl Leaving {
             if self.flushed {
                 break;
             }
-            match self.pair.completions.poll() {
+            match self.pair.poll() {
                 None => break,
-                Some(Ok(Completion { what: What::ReceiveFailed(_), index, .. })) => {
+                Some(Completion { what: What::ReceiveFailed(_), index }) => {
                     self.flushed = index == self.marker;
                 }
-                Some(Ok(Completion { what, .. })) => each(&what),
-                Some(Err(_)) => {}
+                Some(Completion { what, .. }) => each(&what),
             }
         }
-        self.pair.completions.consumed();
+        self.pair.consumed();
         self.flushed
     }
     /// Destroys it: its memory, and what its entries name, is not used any more. Comes back as long as
     /// the NIC says that it is not so far.
-    pub(super) fn end(mut self, hca: &mut Hca) -> Result<Option<Self>, Refusal> {
+    pub(super) fn end(mut self, hca: &mut impl Nic<Pair = P>) -> Result<Option<Self>, Refusal> {
         match hca.try_destroy(self.pair) {
             Ok(None) => Ok(None),
             Ok(Some(pair)) => {
@@ -84,96 +85,89 @@ impl Leaving {
         }
     }
     /// Once, if it takes long: it is waited for all the same.
-    pub(super) fn late(&mut self, now: Time, hca: &Hca) -> Option<Error> {
+    pub(super) fn late(&mut self, now: Time, hca: &impl Nic) -> Option<Error> {
         self.late_at.filter(|&at| now >= at)?;
         self.late_at = None;
         let why = "a NIC does not flush a queue pair: what it has taken may still land";
+        let e = hca.named(Error::new(ErrorKind::DeadlineExceeded, why));
+        let hint = format!("its blocks are withheld until it does; see {}", hca.see());
         Some(
-            Error::new(ErrorKind::DeadlineExceeded, why)
-                .with("nic", &hca.about().name)
-                .with("socket", hca.socket())
-                .with("queue_pair", format!("{:#x}", self.pair.number))
+            e.with("queue_pair", format!("{:#x}", self.number()))
                 .with("limit_ms", limits::FENCE_MS)
-                .hint(format!(
-                    "its blocks are withheld until it does; see `{}`",
-                    hca.trace_command()
-                )),
+                .hint(hint),
         )
     }
     /// Ready to sleep: asks for an event, and says when to look again in any case.
     pub(super) fn park(&mut self) -> Option<Time> {
-        self.pair.completions.arm();
-        if self.pair.completions.is_ready() || self.flushed { Some(Time(0)) } else { self.late_at }
+        self.pair.arm();
+        if self.pair.is_ready() || self.flushed { Some(Time(0)) } else { self.late_at }
     }
     /// Which it is.
     pub(super) fn number(&self) -> u32 {
-        self.pair.number
+        self.pair.end().number
     }
     /// Gives it to a NIC that is lost: its memory is kept.
-    pub(super) fn lose(self, hca: &mut Hca) {
-        let _ = hca.destroy(self.pair);
+    pub(super) fn lose(self, hca: &mut impl Nic<Pair = P>) {
+        hca.destroy(self.pair);
     }
 }
 
-fn failed(hca: &Hca, e: &Error) -> Refusal {
-    Error::new(ErrorKind::NoPath, "the NIC did not take a queue pair down")
-        .with("nic", &hca.about().name)
-        .with("socket", hca.socket())
+fn failed(hca: &impl Nic, e: &Error) -> Refusal {
+    hca.named(Error::new(ErrorKind::NoPath, "the NIC did not take a queue pair down"))
         .with("found", e)
         .hint("blocks that it may still read or write are withheld until the worker is restarted")
         .to_refusal()
 }
 
 /// What is told of a fault besides what the NIC says.
-pub(super) struct Scene<'a> {
-    pub(super) hca: &'a Hca,
+pub(super) struct Scene<'a, N> {
+    pub(super) hca: &'a N,
     pub(super) number: u32,
-    pub(super) end: Peer,
+    pub(super) end: End,
     pub(super) peer: &'a WorkerKey,
 }
 
-impl Scene<'_> {
+impl<N: Nic> Scene<'_, N> {
     /// A refusal in which everything is named.
     pub(super) fn error(&self, kind: ErrorKind, what: &str) -> Error {
-        Error::new(kind, what)
-            .with("nic", &self.hca.about().name)
-            .with("socket", self.hca.socket())
+        self.hca
+            .named(Error::new(kind, what))
             .with("queue_pair", format!("{:#x}", self.number))
             .with("peer_queue_pair", format!("{:#x}", self.end.number))
             .with("peer", self.peer)
     }
     /// The first error completion of a queue pair.
     pub(super) fn fault(&self, fault: Fault) -> Error {
-        let trace = self.hca.trace_command();
-        let (kind, hint) = match fault.syndrome {
-            Syndrome::TRANSPORT_RETRIES => (
+        let see = self.hca.see();
+        let (kind, hint) = match fault.cause {
+            Cause::TransportRetries => (
                 ErrorKind::PeerLost,
-                format!("the peer's queue pair or NIC does not answer: see `{trace}`"),
+                format!("the peer's queue pair or NIC does not answer: see {see}"),
             ),
-            Syndrome::RNR_RETRIES => (
+            Cause::RnrRetries => (
                 ErrorKind::NoPath,
                 "the receiver had no receive posted, which credit should prevent: report it".into(),
             ),
-            Syndrome::REMOTE_ACCESS => (
+            Cause::RemoteAccess => (
                 ErrorKind::NoPath,
                 "the receiver's NIC does not let this range be written: its pool may be gone"
                     .into(),
             ),
-            Syndrome::LOCAL_PROTECTION | Syndrome::LOCAL_ACCESS => {
+            Cause::LocalAccess => {
                 let hint = "this side's NIC cannot read the range: its pool may be gone";
                 (ErrorKind::NoPath, hint.into())
             }
-            Syndrome::FLUSHED => (
+            Cause::Flushed => (
                 ErrorKind::NoPath,
-                format!("the queue pair was in error before anything of it failed: see `{trace}`"),
+                format!("the queue pair was in error before anything of it failed: see {see}"),
             ),
-            _ => {
-                (ErrorKind::NoPath, format!("the lane is made again; if it recurs, see `{trace}`"))
+            Cause::Other => {
+                (ErrorKind::NoPath, format!("the lane is made again; if it recurs, see {see}"))
             }
         };
         self.error(kind, "the NIC reports an error on the lane")
-            .with("syndrome", fault.syndrome.name())
-            .with("code", format!("{:#04x}", fault.syndrome.0))
+            .with("syndrome", fault.name)
+            .with("code", format!("{:#04x}", fault.code))
             .with("vendor_code", format!("{:#04x}", fault.vendor))
             .hint(hint)
     }

@@ -10,7 +10,8 @@ use kvlane_proto::plan::Write;
 use kvlane_proto::{GrantId, PartId};
 
 use super::keys::Look;
-use crate::mlx5::{Entry, Remote, Segment, SendQueue, WRITE_BYTES_MAX, entry};
+use super::nic::{Remote, Segment, Sends};
+use crate::mlx5::WRITE_BYTES_MAX;
 
 /// What a receiver is told with the last bytes of a part: which part, and a few bits of the grant, so
 /// that a part of another grant is noticed.
@@ -64,9 +65,9 @@ enum Done {
 }
 
 /// Posts on one queue pair.
-pub struct Poster<'a> {
+pub struct Poster<'a, S> {
     /// Its ring.
-    pub sends: &'a mut SendQueue,
+    pub sends: &'a mut S,
     /// Keys of this side.
     pub local: Look<'a>,
     /// Keys of the receiver.
@@ -75,7 +76,7 @@ pub struct Poster<'a> {
     pub signal_mask: u64,
 }
 
-impl Poster<'_> {
+impl<S: Sends> Poster<'_, S> {
     /// Posts a part from its beginning. `rest` is empty, and takes what finds no room. Gives how many
     /// writes there are.
     ///
@@ -182,16 +183,13 @@ impl Poster<'_> {
     }
     #[inline]
     fn push(&mut self, to: Remote, from: Segment, immediate: Option<u32>) -> bool {
-        let (next, number) = (self.sends.next(), self.sends.number());
-        let index = next as u16;
-        let entry: Entry = match immediate {
+        match immediate {
             None => {
-                let signalled = next & self.signal_mask == self.signal_mask;
-                entry::write(index, number, to, from, signalled)
+                let signalled = self.sends.next() & self.signal_mask == self.signal_mask;
+                self.sends.write(to, from, signalled)
             }
-            Some(immediate) => entry::write_immediate(index, number, to, from, immediate, true),
-        };
-        self.sends.push(&entry)
+            Some(immediate) => self.sends.write_immediate(to, from, immediate),
+        }
     }
 }
 
@@ -200,10 +198,10 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
-    use crate::emulated::client::Key;
-    use crate::engine::gpunetio::keys::Keys;
-    use crate::engine::gpunetio::wire::Opened;
-    use crate::mlx5::{Data, Operation, Places};
+    use crate::engine::one_sided::keys::Keys;
+    use crate::engine::one_sided::nic::Key;
+    use crate::engine::one_sided::wire::Opened;
+    use crate::mlx5::{Data, Entry, Operation, Places, SendQueue, entry};
     use crate::sys::share::Words;
 
     const ENTRIES: u32 = 8;
@@ -250,7 +248,7 @@ mod tests {
             let (rest, posted) = (Rest::default(), Vec::new());
             Self { memory, sends, keys, rest, seen: 0, posted, signalled: 0 }
         }
-        fn poster(&mut self) -> (Poster<'_>, &mut Rest) {
+        fn poster(&mut self) -> (Poster<'_, SendQueue>, &mut Rest) {
             let Self { sends, keys: [local, remote], rest, .. } = self;
             let (local, remote) = (local.look(), remote.look());
             (Poster { sends, local, remote, signal_mask: 1 }, rest)

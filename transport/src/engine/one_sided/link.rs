@@ -12,12 +12,12 @@ use kvlane_proto::{
 };
 
 use super::keys::Keys;
+use super::nic::{Nic, Rights};
 use super::rail::{Access, Rail, named};
 use super::receiver::{self, Ended, Inbound, Invitation};
 use super::sender::{self, Outbound};
 use super::wire::{Blob, Message};
-use super::{GpunetioEngine, tell};
-use crate::emulated::client::Rights;
+use super::{OneSided, tell};
 use crate::engine::EngineEvent;
 use crate::engine::redial::Jitter;
 use crate::engine::refusals::{no_link, was_reset};
@@ -31,25 +31,27 @@ pub(super) struct Lent {
     pub(super) stopped: bool,
 }
 
-pub(super) enum Side {
+pub(super) enum Side<P> {
     Receiver {
-        lanes: Vec<Inbound>,
+        lanes: Vec<Inbound<P>>,
     },
     /// Empty until connected.
     Sender {
-        lanes: Vec<Outbound>,
+        lanes: Vec<Outbound<P>>,
+        /// The receiver's NIC that each rail is connected with.
+        partners: Vec<Option<u64>>,
         /// The receiver's memory, by rail.
         remote: Vec<Keys>,
         grants: HashMap<GrantId, Lent>,
     },
 }
 
-pub(super) struct Link {
+pub(super) struct Link<P> {
     pub(super) peer: WorkerKey,
     pub(super) lanes: u16,
     /// By rail; none where the NIC is lost.
     pub(super) access: Vec<Option<Access>>,
-    pub(super) side: Side,
+    pub(super) side: Side<P>,
     pub(super) over: bool,
     /// A message that was refused has been told, a queue pair that could not be made logged: more of
     /// either are only counted, as the peer could send them without end.
@@ -58,10 +60,10 @@ pub(super) struct Link {
 }
 
 /// What lanes work with.
-pub(super) struct Hands {
+pub(super) struct Hands<N> {
     /// Of a sender's ring.
     pub(super) entries: u32,
-    pub(super) rails: Vec<Rail>,
+    pub(super) rails: Vec<Rail<N>>,
     pub(super) jitter: Jitter,
     /// Numbers the receiver's queue pairs.
     pub(super) serial: u64,
@@ -69,7 +71,7 @@ pub(super) struct Hands {
     pub(super) ended: Vec<Ended>,
 }
 
-impl Hands {
+impl<N: Nic> Hands<N> {
     /// The rail of a sender's lane.
     pub(super) fn rail_of(&self, lane: usize) -> usize {
         lane % self.rails.len()
@@ -78,13 +80,15 @@ impl Hands {
     pub(super) fn outbound<T: Default>(
         &mut self,
         now: Time,
-        link: &mut Link,
+        link: &mut Link<N::Pair>,
         nth: usize,
         events: &mut Vec<EngineEvent>,
-        act: impl FnOnce(&mut Outbound, &mut sender::Turn<'_>) -> T,
+        act: impl FnOnce(&mut Outbound<N::Pair>, &mut sender::Turn<'_, N>) -> T,
     ) -> T {
         let rail = self.rail_of(nth);
-        let Side::Sender { lanes, remote, .. } = &mut link.side else { return T::default() };
+        let Side::Sender { lanes, partners, remote, .. } = &mut link.side else {
+            return T::default();
+        };
         let (Some(lane), Some(remote)) = (lanes.get_mut(nth), remote.get(rail)) else {
             return T::default();
         };
@@ -93,6 +97,7 @@ impl Hands {
             entries: self.entries,
             peer: &link.peer,
             rail: &mut self.rails[rail],
+            partner: partners.get(rail).copied().flatten(),
             access: link.access.get(rail).and_then(Option::as_ref),
             remote,
             over: link.over,
@@ -105,10 +110,10 @@ impl Hands {
     pub(super) fn inbound<T: Default>(
         &mut self,
         now: Time,
-        link: &mut Link,
+        link: &mut Link<N::Pair>,
         nth: usize,
         events: &mut Vec<EngineEvent>,
-        act: impl FnOnce(&mut Inbound, &mut receiver::Turn<'_>) -> T,
+        act: impl FnOnce(&mut Inbound<N::Pair>, &mut receiver::Turn<'_, N>) -> T,
     ) -> T {
         let Side::Receiver { lanes } = &mut link.side else { return T::default() };
         let Some(lane) = lanes.get_mut(nth) else { return T::default() };
@@ -127,7 +132,7 @@ impl Hands {
     }
 }
 
-fn end_access(rails: &mut [Rail], access: Vec<Option<Access>>) {
+fn end_access(rails: &mut [Rail<impl Nic>], access: Vec<Option<Access>>) {
     for (rail, access) in rails.iter_mut().zip(access) {
         if let Some(access) = access {
             access.end(&mut rail.hca);
@@ -135,7 +140,7 @@ fn end_access(rails: &mut [Rail], access: Vec<Option<Access>>) {
     }
 }
 
-impl GpunetioEngine {
+impl<N: Nic> OneSided<N> {
     pub(super) fn listen(
         &mut self,
         id: LinkId,
@@ -169,20 +174,20 @@ impl GpunetioEngine {
         if access.iter().all(Option::is_none) {
             return Err(self.hands.rails.first().map_or_else(
                 || Error::new(ErrorKind::Internal, "the engine has no NIC"),
-                Rail::lost,
+                |rail| rail.hca.lost(),
             ));
         }
         let side = if receiver {
             Side::Receiver { lanes: (0..lanes).map(|n| Inbound::new(id, LaneId(n))).collect() }
         } else {
-            let remote = vec![Keys::default(); self.hands.rails.len()];
-            Side::Sender { lanes: Vec::new(), remote, grants: HashMap::new() }
+            let (partners, remote) = (Vec::new(), vec![Keys::default(); self.hands.rails.len()]);
+            Side::Sender { lanes: Vec::new(), partners, remote, grants: HashMap::new() }
         };
         let (over, complained, warned) = (false, false, false);
         self.links.insert(id, Link { peer, lanes, access, side, over, complained, warned });
         let rails = &self.hands.rails;
         let nics = rails.iter().map(|rail| rail.hca.about().clone()).collect();
-        let bit = |(nth, rail): (usize, &Rail)| u16::from(rail.hca.is_lost()) << nth;
+        let bit = |(nth, rail): (usize, &Rail<N>)| u16::from(rail.hca.is_lost()) << nth;
         let lost = rails.iter().enumerate().map(bit).sum();
         Ok(Blob { lanes, nics, lost }.encode())
     }
@@ -191,24 +196,18 @@ impl GpunetioEngine {
         let link = self.links.get_mut(&id).filter(|l| !l.over).ok_or_else(|| no_link(id))?;
         let blob = Blob::decode(remote).map_err(|e| e.with("peer", &link.peer))?;
         let theirs = named(&blob.nics);
-        if blob.nics.len() != self.hands.rails.len() {
-            let ours = named(self.hands.rails.iter().map(|rail| rail.hca.about()));
-            return Err(Error::new(
-                ErrorKind::Config,
-                "gpunetio engine: the two workers have different numbers of NICs",
-            )
-            .with("found", theirs)
-            .with("expected", ours)
-            .with("peer", &link.peer)
-            .hint("give both workers the same NICs"));
-        }
-        let lacks = |rail: &Rail| {
-            let about = rail.hca.about();
-            !rail.hca.is_lost() && blob.nics.iter().all(|nic| nic.guid != about.guid)
+        let partner = |(nth, rail): (usize, &Rail<N>)| {
+            let partner = rail.hca.partner(nth, &blob.nics)?;
+            blob.nics.get(partner).map(|nic| nic.guid)
         };
-        let lacking = || self.hands.rails.iter().filter(|rail| lacks(rail));
+        let found: Vec<Option<u64>> = self.hands.rails.iter().enumerate().map(partner).collect();
+        let lacks = |nth: usize, rail: &Rail<N>| !rail.hca.is_lost() && found[nth].is_none();
+        let lacking = || {
+            let rails = self.hands.rails.iter().enumerate();
+            rails.filter(|(nth, rail)| lacks(*nth, rail)).map(|(_, rail)| rail.hca.about())
+        };
         let why = Error::new(ErrorKind::NoPath, "the peer does not have the lane's NIC")
-            .with("asked", named(lacking().map(|rail| rail.hca.about())))
+            .with("asked", named(lacking()))
             .with("known", &theirs)
             .with("peer", &link.peer)
             .hint("give both workers the same NICs");
@@ -218,15 +217,18 @@ impl GpunetioEngine {
             return Err(why);
         }
         let why = why.to_refusal();
-        let Side::Sender { lanes, .. } = &mut link.side else { return Ok(()) };
+        let Side::Sender { lanes, partners, .. } = &mut link.side else { return Ok(()) };
         if !lanes.is_empty() {
             return Err(Error::new(ErrorKind::Internal, "link connected twice").with("link", id.0));
         }
         let count = link.lanes.min(blob.lanes);
+        let lost: Vec<bool> =
+            self.hands.rails.iter().enumerate().map(|(nth, rail)| lacks(nth, rail)).collect();
+        *partners = found;
         lanes.extend((0..count).map(|n| Outbound::new(id, LaneId(n))));
         let Self { hands, outbox, .. } = self;
         for n in 0..usize::from(count) {
-            if lacks(&hands.rails[hands.rail_of(n)]) {
+            if lost[hands.rail_of(n)] {
                 hands.outbound(now, link, n, outbox, |lane, turn| lane.die(turn, &why));
             }
         }
@@ -237,13 +239,13 @@ impl GpunetioEngine {
     pub(super) fn told(&mut self, now: Time, id: LinkId, message: &[u8]) -> Result<()> {
         if self.links.get(&id).is_none_or(|link| link.over) {
             // The peer may not know yet.
-            metrics::counter!("kvlane_gpunetio_stale_messages_total", "what" => "link")
+            metrics::counter!("kvlane_one_sided_stale_messages_total", "what" => "link")
                 .increment(1);
             return Ok(());
         }
         let heard = self.heard(now, id, message);
         let Some(e) = heard.err() else { return Ok(()) };
-        metrics::counter!("kvlane_gpunetio_refused_messages_total").increment(1);
+        metrics::counter!("kvlane_one_sided_refused_messages_total").increment(1);
         let told =
             self.links.get_mut(&id).is_some_and(|l| std::mem::replace(&mut l.complained, true));
         if told {
@@ -257,7 +259,7 @@ impl GpunetioEngine {
         let message = Message::decode(message).map_err(|e| e.with("peer", &link.peer))?;
         let Self { hands, outbox, .. } = self;
         let wrong = |what: &str| {
-            let e = Error::new(ErrorKind::Malformed, format!("gpunetio engine: {what}"));
+            let e = Error::new(ErrorKind::Malformed, format!("one-sided engine: {what}"));
             Err(e.with("peer", &link.peer).with("link", id.0))
         };
         let lane = match &message {
@@ -267,12 +269,14 @@ impl GpunetioEngine {
             | Message::Broken { lane, .. } => usize::from(*lane),
             Message::Regions { .. } => 0,
         };
-        let rail = |guid: u64| hands.rails.iter().position(|rail| rail.hca.about().guid == guid);
         match (&mut link.side, message) {
-            (Side::Sender { remote, .. }, Message::Regions { guid, regions }) => {
-                match rail(guid).and_then(|rail| remote.get_mut(rail)) {
-                    Some(keys) => *keys = Keys::new(regions),
-                    None => return wrong("the receiver spoke of a NIC that is not known"),
+            (Side::Sender { partners, remote, .. }, Message::Regions { guid, regions }) => {
+                if !partners.contains(&Some(guid)) {
+                    return wrong("the receiver spoke of a NIC that is not known");
+                }
+                let each = remote.iter_mut().zip(partners);
+                for (keys, _) in each.filter(|(_, partner)| **partner == Some(guid)) {
+                    *keys = Keys::new(regions.clone());
                 }
             }
             (Side::Sender { lanes, remote, .. }, message) if lane < lanes.len() => {
@@ -377,9 +381,9 @@ impl GpunetioEngine {
             }
             (rail.mourned, moved) = (true, true);
             let mut lanes_lost = 0;
-            metrics::counter!("kvlane_gpunetio_nics_lost_total").increment(1);
-            let trouble = rail.lost().with("rail", nth);
-            let why = rail.lost().to_refusal();
+            metrics::counter!("kvlane_one_sided_nics_lost_total").increment(1);
+            let trouble = rail.hca.lost().with("rail", nth);
+            let why = rail.hca.lost().to_refusal();
             for link in links.values_mut() {
                 match &link.side {
                     Side::Sender { lanes, .. } => {
@@ -409,7 +413,7 @@ impl GpunetioEngine {
 
     /// Forgets links that are over, when their queue pairs are.
     pub(super) fn bury(&mut self) {
-        let over = |link: &Link| {
+        let over = |link: &Link<N::Pair>| {
             link.over
                 && match &link.side {
                     Side::Sender { lanes, .. } => {
@@ -455,7 +459,7 @@ impl GpunetioEngine {
             }
             for (access, rail) in link.access.iter().zip(&self.hands.rails) {
                 let Some(access) = access else { continue };
-                let regions = access.keys().opened().to_vec();
+                let regions = access.opened().to_vec();
                 let guid = rail.hca.about().guid;
                 tell(&mut self.outbox, id, &Message::Regions { guid, regions });
             }
