@@ -13,6 +13,7 @@ pub mod memcpy;
 pub mod net;
 pub mod share;
 pub mod unix;
+pub mod verbs;
 pub mod wait;
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
