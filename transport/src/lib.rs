@@ -1,10 +1,11 @@
 //! Control plane, memory and engines of kvlane.
 //!
 //! [`wire`] turns messages into bounded frames; [`quic`] carries them between identities;
-//! [`memory`] knows what may be read and written; [`engine`] moves the pages; [`sys`] is the only
+//! [`devices`] knows the machine's GPUs and NICs; [`memory`] what may be read and written; [`engine`] moves the pages; [`sys`] is the only
 //! place with `unsafe`.
 
 pub mod clock;
+pub mod devices;
 pub mod emulated;
 pub mod engine;
 pub mod memory;

@@ -44,6 +44,14 @@ pub const POOL_BLOCKS_MAX: u32 = 1 << 30;
 pub const PARTS_PER_ROOM_MAX: u32 = 1 << 24;
 /// Most rails (NICs) of one worker.
 pub const RAILS_MAX: u16 = 16;
+/// Most entries looked at in one directory of sysfs.
+pub const SYSFS_ENTRIES_MAX: usize = 4096;
+/// Most bytes of one file of sysfs.
+pub const SYSFS_FILE_BYTES_MAX: usize = 4096;
+/// Most GIDs of one NIC port that are looked at.
+pub const GIDS_PER_PORT_MAX: usize = 1024;
+/// Longest list of candidates in one error.
+pub const CANDIDATES_BYTES_MAX: usize = 640;
 /// Most lanes of one link.
 pub const LANES_PER_LINK_MAX: u16 = 64;
 /// Most rooms that one worker holds at a time, waiting ones included.

@@ -1,0 +1,1 @@
+//! What messages of other software mean.
