@@ -138,7 +138,7 @@ impl Gid {
         gid_type: Option<GidType>,
         netdev: Option<String>,
     ) -> Self {
-        let address = ip(raw);
+        let address = gid_address(raw);
         Self { index, raw, address, class: class(raw), gid_type, netdev }
     }
     /// How far its address reaches, apart from what it travels in.
@@ -178,7 +178,8 @@ impl fmt::Display for Gid {
     }
 }
 
-fn ip(raw: [u8; 16]) -> IpAddr {
+/// The address that a GID is of.
+pub fn gid_address(raw: [u8; 16]) -> IpAddr {
     let v6 = Ipv6Addr::from(raw);
     v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
 }

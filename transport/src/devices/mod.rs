@@ -16,7 +16,7 @@ mod rail;
 mod sysfs;
 
 pub use choice::{Candidate, Choice, Target, Verdict, Wishes, choose, choose_by};
-pub use gids::{AddressClass, Gid, GidType, Reach, gid_text, unroutable};
+pub use gids::{AddressClass, Gid, GidType, Reach, gid_address, gid_text, unroutable};
 use kvlane_proto::{Error, ErrorKind, Result, limits};
 pub use netdev::{Bond, Netdev};
 pub use nics::{LinkLayer, Nic, Port};

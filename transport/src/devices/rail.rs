@@ -9,7 +9,7 @@ use kvlane_proto::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use super::gids::{self, Gid};
-use super::nics::{LinkLayer, port_path};
+use super::nics::{self, LinkLayer, port_path};
 use super::pci::PathClass;
 use super::{Sysfs, listed};
 
@@ -44,6 +44,23 @@ pub struct Rail {
 }
 
 impl Rail {
+    /// Where its partition key stands now: that of the wish, or else the first.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoPath`] with what the port's table has instead.
+    pub fn pkey_index(&self, sysfs: &Sysfs) -> Result<u16> {
+        let Some(asked) = self.pkey else { return Ok(0) };
+        let table = nics::pkeys(sysfs, &port_path(&self.nic, self.port).join("pkeys"));
+        table.iter().find(|(_, key)| *key == asked).map(|(index, _)| *index).ok_or_else(|| {
+            let found = table.iter().map(|(_, key)| format!("{key:#06x}"));
+            Error::new(ErrorKind::NoPath, "the NIC port does not have the partition any more")
+                .with("nic", &self.nic)
+                .with("port", self.port)
+                .with("asked", format!("{asked:#06x}"))
+                .with("found", listed(found))
+                .hint("ask the fabric's manager for it, or drop --pkey")
+        })
+    }
     /// Where its GID stands now, by type, netdev and address.
     ///
     /// # Errors

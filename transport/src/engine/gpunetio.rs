@@ -60,6 +60,10 @@ impl Sends for SendQueue {
         self.free()
     }
     #[inline]
+    fn write_bytes_max(&self) -> u32 {
+        mlx5::WRITE_BYTES_MAX
+    }
+    #[inline]
     fn write(&mut self, to: Remote, from: Segment, signalled: bool) -> bool {
         let entry = entry::write(self.next() as u16, self.number(), to, from, signalled);
         self.push(&entry)
@@ -209,8 +213,8 @@ impl Nic for Hca {
     fn kick(&self) {
         self.kick();
     }
-    fn events(&self) -> RawFd {
-        self.events()
+    fn events(&self) -> [Option<RawFd>; 2] {
+        [Some(self.events()), None]
     }
     fn drain(&mut self) {
         self.drain();

@@ -22,6 +22,7 @@ mod refusals;
 pub mod shm;
 pub mod tcp;
 pub mod throttle;
+pub mod verbs;
 
 use std::os::fd::RawFd;
 use std::sync::Arc;

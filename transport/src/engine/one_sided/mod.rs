@@ -257,7 +257,8 @@ impl<N: Nic> Engine for OneSided<N> {
             by(Some(Time(0)));
         }
         for rail in self.hands.rails.iter().filter(|rail| !rail.mourned) {
-            interests.push(Interest { fd: rail.hca.events(), read: true, write: false });
+            let fds = rail.hca.events().into_iter().flatten();
+            interests.extend(fds.map(|fd| Interest { fd, read: true, write: false }));
             if rail.hca.is_lost() {
                 by(Some(Time(0)));
             }

@@ -130,6 +130,8 @@ pub trait Sends {
     fn next(&self) -> u64;
     /// Entries that may be pushed now.
     fn free(&self) -> u32;
+    /// Most bytes of one write.
+    fn write_bytes_max(&self) -> u32;
     /// Pushes a write; no if there is no room.
     #[must_use]
     fn write(&mut self, to: Remote, from: Segment, signalled: bool) -> bool;
@@ -251,8 +253,8 @@ pub trait Nic: Send + 'static {
     fn destroy(&mut self, pair: Self::Pair);
     /// Wakes the NIC if it has to be; to be called after rings were rung.
     fn kick(&self);
-    /// Becomes readable when an armed queue pair has a completion, or something is wrong with the NIC.
-    fn events(&self) -> RawFd;
+    /// Become readable when an armed queue pair has a completion, or something is wrong with the NIC.
+    fn events(&self) -> [Option<RawFd>; 2];
     /// Takes the events that wait, and notices whether the NIC is still there.
     fn drain(&mut self);
 }

@@ -11,7 +11,6 @@ use kvlane_proto::{GrantId, PartId};
 
 use super::keys::Look;
 use super::nic::{Remote, Segment, Sends};
-use crate::mlx5::WRITE_BYTES_MAX;
 
 /// What a receiver is told with the last bytes of a part: which part, and a few bits of the grant, so
 /// that a part of another grant is noticed.
@@ -145,7 +144,7 @@ impl<S: Sends> Poster<'_, S> {
         let Write { source, destination, bytes } = *write;
         let keys = (self.local.same(source, bytes), self.remote.same(destination, bytes));
         if let (Some(local), Some(remote)) = keys
-            && bytes <= WRITE_BYTES_MAX
+            && bytes <= self.sends.write_bytes_max()
         {
             let from = Segment { address: source, key: local.0, bytes };
             let to = Remote { address: destination, key: remote.0 };
@@ -166,7 +165,7 @@ impl<S: Sends> Poster<'_, S> {
             let Some((remote, n)) = self.remote.find(destination, n) else {
                 return unknown(true, destination);
             };
-            let n = n.min(WRITE_BYTES_MAX);
+            let n = n.min(self.sends.write_bytes_max());
             let from = Segment { address: source, key: local.0, bytes: n };
             let to = Remote { address: destination, key: remote.0 };
             let last = n == bytes;
@@ -201,7 +200,7 @@ mod tests {
     use crate::engine::one_sided::keys::Keys;
     use crate::engine::one_sided::nic::Key;
     use crate::engine::one_sided::wire::Opened;
-    use crate::mlx5::{Data, Entry, Operation, Places, SendQueue, entry};
+    use crate::mlx5::{Data, Entry, Operation, Places, SendQueue, WRITE_BYTES_MAX, entry};
     use crate::sys::share::Words;
 
     const ENTRIES: u32 = 8;

@@ -12,6 +12,7 @@ use kvlane_proto::{Error, ErrorKind, Result};
 use super::abi::{self, ibv_mr, ibv_pd};
 use super::{Context, errno};
 use crate::sys::mem::Memory;
+use crate::sys::share::Words;
 
 type Owner = Arc<dyn Any + Send + Sync>;
 
@@ -33,6 +34,11 @@ impl Range {
     /// A part of our memory, if it lies inside.
     pub fn of(memory: &Arc<Memory>, address: u64, bytes: u64) -> Option<Self> {
         memory.contains(address, bytes).then(|| Self { address, bytes, owner: memory.clone() })
+    }
+    /// All of some words.
+    pub fn of_words(words: &Arc<Words>) -> Self {
+        let bytes = words.words().len() as u64 * 8;
+        Self { address: words.address(), bytes, owner: words.clone() }
     }
     /// Promises that a NIC may read and write a range.
     ///

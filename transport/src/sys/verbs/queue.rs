@@ -210,6 +210,10 @@ impl Completions {
     pub fn iter(&self) -> impl Iterator<Item = Completion> + '_ {
         self.room[..self.len].iter().map(Completion::of)
     }
+    /// One of them.
+    pub fn get(&self, index: usize) -> Option<Completion> {
+        self.room[..self.len].get(index).map(Completion::of)
+    }
     /// How many the last poll found.
     pub fn len(&self) -> usize {
         self.len
