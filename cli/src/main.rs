@@ -4,7 +4,7 @@
 //! `bootstrap`, `worker` and `replay` are its parts; `ca` makes certificates. [`load`] says what is
 //! replayed and what each byte must be, [`standin`] stands in for model servers, [`report`] counts,
 //! [`chaos`] breaks things meanwhile.
-//! [`mod@bench`] measures engines by themselves.
+//! [`mod@bench`] measures engines by themselves. `explain` says what the machine has.
 
 mod bench;
 mod chaos;
@@ -51,6 +51,8 @@ enum Command {
     BenchReceiver,
     /// What one instance would send to another: pairs of ranks, writes, bytes, or why not
     Plan(commands::plan::Args),
+    /// Which NIC carries which GPU's pages, and why; or what a message means
+    Explain(Box<commands::explain::Args>),
     /// An emulated RDMA NIC, to test with: one process is one NIC of this machine
     EmulatedNic(commands::emulated_nic::Args),
     /// A worker process of `bench --rooms` and `--rest`, which starts it
@@ -82,6 +84,7 @@ fn main() -> ExitCode {
             Command::Bench(args) => commands::bench::run(args).await,
             Command::BenchReceiver => bench::receiver::run(),
             Command::Plan(args) => commands::plan::run(&args),
+            Command::Explain(args) => commands::explain::run(&args),
             Command::EmulatedNic(args) => commands::emulated_nic::run(args).await,
             Command::BenchWorker(args) => bench::control::worker::run(args).await,
             Command::Ca(command) => commands::ca::run(command),

@@ -5,6 +5,7 @@ pub(crate) mod bootstrap;
 pub(crate) mod ca;
 pub(crate) mod demo;
 pub(crate) mod emulated_nic;
+pub(crate) mod explain;
 pub(crate) mod plan;
 pub(crate) mod replay;
 mod values;

@@ -312,17 +312,17 @@ impl Choosing<'_> {
             Some(found) => return Err(No::say(format!("it is {found}, {asked} is used"))),
             None => return Err(No::say("sysfs does not say its type (gid_attrs/types)")),
         }
+        let rank = match gid.reach() {
+            Reach::Routed(rank) => rank,
+            Reach::Link(_) if self.wishes.same_host => LINK_ONLY,
+            Reach::Link(why) | Reach::None(why) => return Err(No(why.into(), ADDRESS)),
+        };
         if let Some(peer) = self.wishes.peer
             && let Some(why) = (self.unroutable)(gid.address, peer)
         {
             return Err(No(why, "use an address of the peer's kind on both sides"));
         }
-        match gid.reach() {
-            Reach::Routed(rank) => Ok(rank),
-            Reach::Link(_) if self.wishes.same_host => Ok(LINK_ONLY),
-            Reach::Link(why) => Err(No(why.into(), ADDRESS)),
-            Reach::None(why) => Err(No(why.into(), ADDRESS)),
-        }
+        Ok(rank)
     }
     /// Takes from what is usable what `keep` has a reason against.
     fn drop_if(&mut self, mut against: impl FnMut(&Usable) -> Option<No>) {
@@ -433,7 +433,7 @@ impl Choice {
         }
         let about =
             |c: &&Candidate| missing.is_empty() || missing.iter().any(|name| **name == c.nic);
-        let fixes = self.candidates.iter().filter(about).filter_map(|c| match &c.verdict {
+        let fixes = self.candidates.iter().filter(&about).filter_map(|c| match &c.verdict {
             Verdict::Refused { fix, .. } if !fix.is_empty() => Some(*fix),
             _ => None,
         });
@@ -442,51 +442,71 @@ impl Choice {
             (_, Some(fix)) => format!("{fix}; `kvlane explain` shows every candidate"),
             (_, None) => "`kvlane explain` shows every candidate: ask for less".to_string(),
         };
-        Err(e.with("candidates", self.summary()).hint(fix))
+        Err(e.with("candidates", summary(self.candidates.iter().filter(about))).hint(fix))
     }
     /// Every candidate on one line, those alike together; at most
     /// [`limits::CANDIDATES_BYTES_MAX`] bytes.
     pub fn summary(&self) -> String {
-        let mut out = String::new();
-        let mut left_out = 0;
-        for (used, why, names) in self.reasons() {
-            let mut names = names;
-            let more = names.len().saturating_sub(4);
-            names.truncate(4);
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            let used = if used { "used: " } else { "" };
-            let item = format!("{}{more}: {used}{why}", names.join(", "));
-            if left_out > 0 || out.len() + item.len() + 40 > limits::CANDIDATES_BYTES_MAX {
-                left_out += 1;
-                continue;
-            }
-            if !out.is_empty() {
-                out.push_str(" | ");
-            }
-            out.push_str(&item);
-        }
-        match (out.is_empty(), left_out) {
-            (true, 0) => "none".into(),
-            (_, 0) => out,
-            (_, n) => format!("{out} | and {n} more reasons"),
+        summary(self.candidates.iter())
+    }
+}
+
+/// Candidates of whom the same is said.
+struct Alike<'a> {
+    used: bool,
+    why: &'a str,
+    fix: &'a str,
+    names: Vec<String>,
+}
+
+/// Those in use first.
+fn alike<'a>(candidates: impl Iterator<Item = &'a Candidate>) -> Vec<Alike<'a>> {
+    let mut groups: Vec<Alike<'a>> = Vec::new();
+    for candidate in candidates {
+        let (used, why, fix) = match &candidate.verdict {
+            Verdict::Chosen { why } => (true, why.as_str(), ""),
+            Verdict::Refused { why, fix } => (false, why.as_str(), *fix),
+        };
+        let name = candidate.to_string();
+        match groups.iter_mut().find(|group| (group.used, group.why) == (used, why)) {
+            Some(group) => group.names.push(name),
+            None => groups.push(Alike { used, why, fix, names: vec![name] }),
         }
     }
-    /// Candidates by what is said of them, those in use first: whether used, why, who.
-    fn reasons(&self) -> Vec<(bool, String, Vec<String>)> {
-        let mut reasons: Vec<(bool, String, Vec<String>)> = Vec::new();
-        for candidate in &self.candidates {
-            let (used, why) = match &candidate.verdict {
-                Verdict::Chosen { why } => (true, why),
-                Verdict::Refused { why, .. } => (false, why),
-            };
-            let name = candidate.to_string();
-            match reasons.iter_mut().find(|(u, w, _)| (*u, &*w) == (used, why)) {
-                Some((_, _, names)) => names.push(name),
-                None => reasons.push((used, why.clone(), vec![name])),
-            }
+    groups.sort_by_key(|group| !group.used);
+    groups
+}
+
+/// On one line, of bounded length.
+fn summary<'a>(candidates: impl Iterator<Item = &'a Candidate>) -> String {
+    /// Names of one group; and bytes for what is left out.
+    const NAMES: usize = 4;
+    const REST_BYTES: usize = 32;
+    let mut out = String::new();
+    let mut left_out = 0;
+    for Alike { used, why, names, .. } in alike(candidates) {
+        let more = match names.len().saturating_sub(NAMES) {
+            0 => String::new(),
+            n => format!(" and {n} more"),
+        };
+        let names = names.iter().take(NAMES).cloned().collect::<Vec<_>>().join(", ");
+        let used = if used { "used: " } else { "" };
+        let item = format!("{names}{more}: {used}{why}");
+        let full = out.len() + item.len() + REST_BYTES > limits::CANDIDATES_BYTES_MAX;
+        if left_out > 0 || full {
+            left_out += 1;
+            continue;
         }
-        reasons.sort_by_key(|(used, _, _)| !used);
-        reasons
+        if !out.is_empty() {
+            out.push_str(" | ");
+        }
+        out.push_str(&item);
+    }
+    match (out.is_empty(), left_out) {
+        (true, 0) => "none".into(),
+        (_, 0) => out,
+        (true, n) => format!("{n} reasons, too long for here"),
+        (false, n) => format!("{out} | and {n} more reasons"),
     }
 }
 
@@ -513,9 +533,14 @@ impl fmt::Display for Choice {
         for rail in &self.rails {
             writeln!(f, "  rail {rail}")?;
         }
-        for (used, why, names) in self.reasons() {
+        for Alike { used, why, fix, names } in alike(self.candidates.iter()) {
             let used = if used { "used" } else { "not " };
-            writeln!(f, "    {used} {}: {why}", names.join(", "))?;
+            write!(f, "    {used} {}: {why}", names.join(", "))?;
+            // Where there are rails, nothing need be done.
+            if self.rails.is_empty() && !fix.is_empty() {
+                write!(f, "; fix: {fix}")?;
+            }
+            writeln!(f)?;
         }
         Ok(())
     }

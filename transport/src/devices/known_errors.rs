@@ -1,1 +1,0 @@
-//! What messages of other software mean.
