@@ -14,6 +14,7 @@ use kvlane_transport::engine::driver::{EngineHandle, spawn};
 use kvlane_transport::engine::gpunetio::{GpunetioConfig, GpunetioEngine};
 use kvlane_transport::engine::shm::{ShmConfig, ShmEngine};
 use kvlane_transport::engine::tcp::{TcpConfig, TcpEngine};
+use kvlane_transport::engine::verbs::{VerbsConfig, VerbsEngine};
 use kvlane_transport::engine::{Caps, Command, Engine, EngineEvent};
 
 use crate::pool::Pools;
@@ -35,6 +36,8 @@ pub enum EngineChoice {
         /// To all others.
         tcp: TcpConfig,
     },
+    /// Pages written by the sender's NICs, by way of libibverbs.
+    Verbs(VerbsConfig),
     /// Pages written by the sender's NICs. This build posts to emulated ones only: the pools must be
     /// [`Pools::own_for_nics`], and rates mean nothing.
     Gpunetio(GpunetioConfig),
@@ -47,6 +50,7 @@ impl EngineChoice {
             Self::Tcp(_) => "tcp",
             Self::Shm(_) => "shm",
             Self::Auto { .. } => auto::NAME,
+            Self::Verbs(_) => "verbs",
             Self::Gpunetio(_) => "gpunetio",
         }
     }
@@ -70,6 +74,7 @@ impl EngineChoice {
                 Self::Shm(shm.clone()).make()?,
                 Self::Tcp(tcp.clone()).make()?,
             ])?),
+            Self::Verbs(config) => Box::new(VerbsEngine::new(config)?),
             Self::Gpunetio(config) => Box::new(GpunetioEngine::new(config.clone())?),
         })
     }

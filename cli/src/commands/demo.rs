@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use kvlane_proto::{Result, Role, limits};
+use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
 use kvlane_transport::quic::Security;
 
 use super::replay::{self, LoadArgs};
@@ -53,6 +53,14 @@ pub(crate) struct Args {
     /// With `--engine gpunetio`: how many NICs there are; 2 if not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(limits::RAILS_MAX)))]
     rails: Option<u16>,
+    /// With `--engine verbs`: an RDMA device of the prefill workers, one for each rail; those that
+    /// `kvlane explain` says, if none is given
+    #[arg(long, value_name = "NIC")]
+    prefill_nic: Vec<String>,
+    /// With `--engine verbs`: an RDMA device of the decode workers; the first is connected with the first
+    /// of the prefill workers, and so on
+    #[arg(long, value_name = "NIC")]
+    decode_nic: Vec<String>,
     /// Break things for so long: kill and stop workers, restart the service, hang up, spoil NICs;
     /// 20 requests in flight, 5 % aborted and rooms of 10 s, if not given
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["trace", "rooms", "speed"], value_parser = clap::value_parser!(u64).range(1..=7 * 24 * 3600))]
@@ -67,6 +75,17 @@ pub(crate) struct Args {
 
 pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     // With a wrong flag, nothing is started.
+    if args.rails.is_some() && args.engine == EngineName::Verbs {
+        let e = Error::new(ErrorKind::Config, "--rails is for emulated NICs");
+        return Err(e.hint("name NICs by --prefill-nic and --decode-nic"));
+    }
+    let own = [("--prefill-nic", &args.prefill_nic), ("--decode-nic", &args.decode_nic)];
+    let own = own.iter().find_map(|(flag, nics)| (!nics.is_empty()).then_some(*flag));
+    if let Some(flag) = own.filter(|_| args.engine != EngineName::Verbs) {
+        return Err(Error::new(ErrorKind::Config, format!("{flag} is for --engine verbs"))
+            .with("engine", args.engine.as_str())
+            .hint("drop it"));
+    }
     let nics = args.rails.is_some().then_some("--rails");
     let Args { engine, emulated, checksum, .. } = args;
     check_engine(&Asked { engine, emulated, checksum, nics, listens: None, advertises: false })?;
@@ -166,6 +185,8 @@ async fn start(args: &Args, pool_mib: u64, cluster: &mut Cluster) -> Result<Flee
             flags.push("--emulated");
             flags.extend(nics.iter().flat_map(|(nic, _)| ["--nic", nic]));
         }
+        let own = if role == Role::Prefill { &args.prefill_nic } else { &args.decode_nic };
+        flags.extend(own.iter().flat_map(|nic| ["--nic", nic]));
         if args.chaos.is_some() {
             flags.push("--canaries");
         }

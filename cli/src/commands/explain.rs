@@ -11,10 +11,11 @@ use std::process::ExitCode;
 use kvlane_proto::{Error, ErrorKind, Result};
 use kvlane_transport::devices::known_errors::{self, Known};
 use kvlane_transport::devices::{
-    Choice, GidType, Gpu, Machine, Nic, PathClass, Port, Sysfs, Target, Wishes, choose,
+    Choice, Gpu, Machine, Nic, PathClass, Port, Sysfs, Target, Wishes, choose,
 };
 use serde::Serialize;
 
+use super::rails::RailArgs;
 use super::say;
 use crate::report::json_line;
 
@@ -29,27 +30,8 @@ pub(crate) struct Args {
     /// Only this GPU: its place by PCI address, or that address
     #[arg(long, value_name = "N|PCI")]
     device: Option<String>,
-    /// Only this NIC, by its whole name; several times
-    #[arg(long, value_name = "NAME")]
-    nic: Vec<String>,
-    /// Only this port of each NIC
-    #[arg(long)]
-    port: Option<u32>,
-    /// GIDs of this type: roce-v2, roce-v1 or ib
-    #[arg(long, value_name = "TYPE")]
-    gid_type: Option<GidType>,
-    /// The GID of this address
-    #[arg(long)]
-    address: Option<IpAddr>,
-    /// Traffic class byte of the IP header, DSCP in its upper six bits
-    #[arg(long, value_name = "BYTE")]
-    traffic_class: Option<u8>,
-    /// Service level
-    #[arg(long, value_name = "0-15")]
-    service_level: Option<u8>,
-    /// Partition key, such as 0x8001
-    #[arg(long, value_parser = pkey)]
-    pkey: Option<u16>,
+    #[command(flatten)]
+    rails: RailArgs,
     /// An address of the peer, which must be reachable
     #[arg(long, value_name = "ADDRESS")]
     peer: Option<IpAddr>,
@@ -57,16 +39,8 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     /// What a message in a log means, instead of all that
-    #[arg(long, value_name = "TEXT", conflicts_with_all = ["device", "nic", "port", "gid_type", "address", "traffic_class", "service_level", "pkey", "peer"])]
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["device", "RailArgs", "peer"])]
     error: Option<String>,
-}
-
-fn pkey(text: &str) -> std::result::Result<u16, String> {
-    let parsed = match text.strip_prefix("0x") {
-        Some(hex) => u16::from_str_radix(hex, 16),
-        None => text.parse(),
-    };
-    parsed.ok().filter(|key| key & 0x7fff != 0).ok_or("expected a key such as 0x8001".into())
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
@@ -79,17 +53,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             .hint("give a copy of a machine's /sys"));
     }
     let machine = Machine::read(&Sysfs::new(&args.sysfs));
-    let wishes = Wishes {
-        nics: args.nic.clone(),
-        port: args.port,
-        gid_type: args.gid_type,
-        address: args.address,
-        traffic_class: args.traffic_class,
-        service_level: args.service_level,
-        pkey: args.pkey,
-        peer: args.peer,
-        same_host: false,
-    };
+    let wishes = args.rails.wishes(args.peer);
     let targets: Vec<Target> = match &args.device {
         Some(asked) => vec![Target::Gpu(machine.gpu(asked)?.pci.address)],
         None => {

@@ -7,6 +7,7 @@ pub(crate) mod demo;
 pub(crate) mod emulated_nic;
 pub(crate) mod explain;
 pub(crate) mod plan;
+pub(crate) mod rails;
 pub(crate) mod replay;
 mod values;
 pub(crate) mod worker;

@@ -8,12 +8,14 @@ use clap::ValueEnum;
 use kvlane_actors::{DecodeWorker, EngineChoice, Pools, PrefillWorker, WorkerConfig};
 use kvlane_proto::msg::service::LoadState;
 use kvlane_proto::{Error, ErrorKind, Result, Role, limits};
+use kvlane_transport::devices::Sysfs;
 use kvlane_transport::engine::gpunetio::GpunetioConfig;
 use kvlane_transport::engine::shm::ShmConfig;
 use kvlane_transport::engine::tcp::TcpConfig;
+use kvlane_transport::engine::verbs::VerbsConfig;
 use kvlane_transport::quic::load_reset_key;
-use kvlane_transport::sys::unix::Name;
 
+use super::rails::RailArgs;
 use super::values::host_port;
 use super::{EndArgs, SecurityArgs, say_ready};
 use crate::load::models;
@@ -39,7 +41,7 @@ impl From<Side> for Role {
 }
 
 /// Which data plane.
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum EngineName {
     /// TCP connections, received in place
     #[default]
@@ -48,6 +50,8 @@ pub(crate) enum EngineName {
     Shm,
     /// Shared memory where the peer's socket can be reached, else TCP
     Auto,
+    /// Writes of the sender's NIC, by libibverbs: InfiniBand and RoCE
+    Verbs,
     /// Writes of the sender's NIC; this build posts to emulated NICs only, with --emulated
     Gpunetio,
 }
@@ -58,6 +62,7 @@ impl EngineName {
             Self::Tcp => "tcp",
             Self::Shm => "shm",
             Self::Auto => "auto",
+            Self::Verbs => "verbs",
             Self::Gpunetio => "gpunetio",
         }
     }
@@ -92,11 +97,15 @@ pub(super) fn check_engine(asked: &Asked) -> Result<()> {
             "this build posts to emulated NICs only".into(),
             "add --emulated; rates then mean nothing",
         ),
-        EngineName::Gpunetio if *checksum => refused(
+        EngineName::Verbs if *emulated => refused(
+            "--emulated is not for this engine: emulated NICs have no libibverbs".into(),
+            "drop it, or use --engine gpunetio",
+        ),
+        EngineName::Verbs | EngineName::Gpunetio if *checksum => refused(
             "--checksum is not for this engine: no code of the receiver sees a part".into(),
             "drop --checksum; NICs check what they carry",
         ),
-        EngineName::Gpunetio => match listens {
+        EngineName::Verbs | EngineName::Gpunetio => match listens {
             Some(flag) => refused(
                 format!("{flag} is not for this engine: it listens nowhere, its NICs do"),
                 "drop it; --nic says which NICs",
@@ -181,9 +190,8 @@ pub(crate) struct Args {
     /// Use NICs that are processes of `kvlane emulated-nic`: for tests, rates mean nothing
     #[arg(long)]
     emulated: bool,
-    /// Socket of a NIC, @NAME or a file; one for each rail, the same ones at every worker
-    #[arg(long, value_name = "SOCKET")]
-    nic: Vec<Name>,
+    #[command(flatten)]
+    rails: RailArgs,
     /// Connections to each peer; 4 for each rail, if not given
     #[arg(long)]
     lanes: Option<u16>,
@@ -222,13 +230,19 @@ pub(crate) struct Args {
 
 impl Args {
     fn check_engine(&self) -> Result<()> {
-        let nics = (!self.nic.is_empty()).then_some("--nic");
+        let nics = (!self.rails.nic.is_empty()).then_some("--nic");
+        let real = self.rails.of_real_nics().filter(|_| self.engine != EngineName::Verbs);
         let Self { engine, emulated, checksum, .. } = *self;
         let data = self.data.is_some().then_some("--data");
         let advertises = !self.data_advertise.is_empty();
         let told = advertises.then_some("--data-advertise");
         let listens = data.or(told).or(self.shm_dir.is_some().then_some("--shm-dir"));
         check_engine(&Asked { engine, emulated, checksum, nics, listens, advertises })?;
+        if let Some(flag) = real {
+            return Err(Error::new(ErrorKind::Config, format!("{flag} is for real NICs"))
+                .with("engine", engine.as_str())
+                .hint("drop it, or use --engine verbs"));
+        }
         if let (EngineName::Gpunetio, None) = (engine, nics) {
             return Err(Error::new(ErrorKind::Config, "no NIC is named")
                 .with("engine", engine.as_str())
@@ -346,9 +360,27 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
         EngineName::Tcp => EngineChoice::Tcp(tcp),
         EngineName::Shm => EngineChoice::Shm(shm),
         EngineName::Auto => EngineChoice::Auto { shm, tcp },
-        EngineName::Gpunetio => EngineChoice::Gpunetio(GpunetioConfig::new(args.nic.clone())),
+        EngineName::Verbs => {
+            let wishes = args.rails.wishes(None);
+            EngineChoice::Verbs(VerbsConfig { wishes, ..VerbsConfig::default() })
+        }
+        EngineName::Gpunetio => {
+            // Every text is a name.
+            let nics = args.rails.nic.iter().flat_map(|nic| nic.parse()).collect();
+            EngineChoice::Gpunetio(GpunetioConfig::new(nics))
+        }
     };
-    let rails = args.nic.len().clamp(1, usize::from(limits::LANES_PER_LINK_MAX)) as u16;
+    let rails = match &engine {
+        EngineChoice::Verbs(config) => {
+            let choice = config.choose(&Sysfs::default())?;
+            for rail in choice.require()? {
+                tracing::info!(%rail, "pages go over");
+            }
+            choice.rails.len()
+        }
+        _ => args.rails.nic.len(),
+    };
+    let rails = rails.clamp(1, usize::from(limits::RAILS_MAX)) as u16;
     let server = Server::bind(args.serving).await?;
     let mut config = WorkerConfig::new(identity.clone(), security, pools.clone(), engine);
     config.listen = args.listen;

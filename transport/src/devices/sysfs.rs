@@ -30,6 +30,11 @@ impl Sysfs {
         let root = root.as_ref();
         Self { root: root.canonicalize().unwrap_or_else(|_| root.to_path_buf()) }
     }
+    /// Number of a network interface, if it is there.
+    pub fn interface_index(&self, netdev: &str) -> Option<u32> {
+        let index = self.number(Path::new("class/net").join(netdev).join("ifindex"))?;
+        u32::try_from(index).ok()
+    }
     /// The tree's root.
     pub fn root(&self) -> &Path {
         &self.root

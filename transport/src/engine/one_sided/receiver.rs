@@ -474,6 +474,7 @@ impl<P: Pair> Inbound<P> {
             told: 0,
             telling: false,
         };
+        tracing::debug!(lane = self.lane.0, epoch, end = ?pair.end(), "answers with a queue pair");
         let deadline = turn.now.plus_ms(limits::HANDSHAKE_MS);
         self.state = State::Paired { pair, about, deadline };
         Ok(())

@@ -411,12 +411,14 @@ impl<P: Pair> Outbound<P> {
                     end: pair.end(),
                     credit: (credit.at.address, credit.at.remote),
                 };
+                tracing::debug!(lane = self.lane.0, epoch = self.epoch, end = ?pair.end(), "offers a queue pair");
                 tell(turn.events, self.link, &message);
                 let deadline = turn.now.plus_ms(limits::HANDSHAKE_MS);
                 self.state = State::Pairing { pair, credit, deadline };
             }
             Err(e) => {
                 let why = turn.rail.hca.named(e).with("lane", self.lane.0).to_refusal();
+                tracing::debug!(%why, "no queue pair");
                 self.report(turn, &why);
                 self.wait(turn);
             }

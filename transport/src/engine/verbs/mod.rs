@@ -11,7 +11,7 @@ use kvlane_proto::{Result, limits};
 
 pub use self::nic::Port;
 use super::one_sided::{ENTRIES, OneSided};
-use crate::devices::{Machine, Sysfs, Target, Wishes, choose};
+use crate::devices::{Choice, Machine, Sysfs, Target, Wishes, choose};
 use crate::sys::verbs::Verbs;
 
 /// Settings of the engine.
@@ -28,6 +28,19 @@ pub struct VerbsConfig {
 impl Default for VerbsConfig {
     fn default() -> Self {
         Self { wishes: Wishes::default(), entries: ENTRIES, relaxed_ordering: false }
+    }
+}
+
+impl VerbsConfig {
+    /// The NIC ports that pages go over on this machine, and why no others do.
+    ///
+    /// # Errors
+    /// As [`choose`].
+    pub fn choose(&self, sysfs: &Sysfs) -> Result<Choice> {
+        let mut choice = choose(&Machine::read(sysfs), Target::Host, &self.wishes)?;
+        // More than a link takes are of no use.
+        choice.rails.truncate(usize::from(limits::RAILS_MAX));
+        Ok(choice)
     }
 }
 
@@ -49,12 +62,9 @@ impl VerbsEngine {
     /// As [`VerbsEngine::new`].
     #[doc(hidden)]
     pub fn by(verbs: &Verbs, sysfs: &Sysfs, config: &VerbsConfig) -> Result<Self> {
-        let choice = choose(&Machine::read(sysfs), Target::Host, &config.wishes)?;
-        let rails = choice.require()?;
-        // More than a link takes are of no use.
-        let rails = rails.iter().take(usize::from(limits::RAILS_MAX));
+        let choice = config.choose(sysfs)?;
         let open = |rail: &_| Port::open(verbs, sysfs, rail, config.relaxed_ordering);
-        let ports: Vec<Port> = rails.map(open).collect::<Result<_>>()?;
+        let ports: Vec<Port> = choice.require()?.iter().map(open).collect::<Result<_>>()?;
         let depth = ports.iter().map(Port::depth).min().unwrap_or(config.entries);
         Self::over(ports, config.entries.min(depth))
     }

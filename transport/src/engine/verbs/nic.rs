@@ -14,16 +14,16 @@ use std::sync::Arc;
 use kvlane_proto::{Error, ErrorKind, Result};
 
 use super::pair::Connected;
-use crate::devices::{LinkLayer, Rail, Sysfs, gid_address, gid_text, unroutable};
+use crate::devices::{Gid, GidType, LinkLayer, Rail, Sysfs, gid_address, gid_text, unroutable};
 use crate::engine::one_sided::nic::{About, Domain, End, Key, Nic, Registered, Rights};
 use crate::memory::Region;
 use crate::mlx5::SENDS_MAX;
 use crate::random::random;
 use crate::sys::share::Words;
 use crate::sys::verbs::{
-    Access, AsyncEvent, CompletionChannel, CompletionQueue, Context, DeviceAttributes, GlobalRoute,
-    MemoryRegion, Mtu, PairDepths, PortState, ProtectionDomain, QueuePair, Range, ToInit,
-    ToReceive, ToSend, Verbs,
+    self, Access, AsyncEvent, CompletionChannel, CompletionQueue, Context, DeviceAttributes,
+    GlobalRoute, MemoryRegion, Mtu, PairDepths, PortState, ProtectionDomain, QueuePair, Range,
+    ToInit, ToReceive, ToSend, Verbs,
 };
 
 /// Data that an entry carries itself: a count.
@@ -148,6 +148,30 @@ impl Port {
         }
         Ok(())
     }
+    /// Where its GID stands now. The device is asked: sysfs has a file for each of a thousand places.
+    fn gid_index(&self, asked: &Gid) -> Result<u32> {
+        let table = self.context.gids(self.number)?;
+        let netdev = asked.netdev.as_ref().map(|name| self.sysfs.interface_index(name));
+        let same = |gid: &&verbs::Gid| {
+            let kind = match gid.kind {
+                verbs::GidType::InfiniBand => Some(GidType::Ib),
+                verbs::GidType::RoceV1 => Some(GidType::RoceV1),
+                verbs::GidType::RoceV2 => Some(GidType::RoceV2),
+                verbs::GidType::Other(_) => None,
+            };
+            gid.gid == asked.raw
+                && kind == asked.gid_type
+                && netdev.is_none_or(|index| index == gid.interface_index)
+        };
+        table.iter().find(same).map(|gid| gid.index).ok_or_else(|| {
+            // Sysfs says it better.
+            let e = self.rail.gid_now(&self.sysfs).map(|_| ()).err();
+            e.unwrap_or_else(|| {
+                Error::new(ErrorKind::NoPath, "the NIC port's address is about to change")
+                    .with("asked", asked)
+            })
+        })
+    }
     /// Where packets to a peer go.
     fn route(&self, peer: &End) -> Result<Option<GlobalRoute>> {
         let wanted = self.rail.link_layer != LinkLayer::InfiniBand;
@@ -169,9 +193,8 @@ impl Port {
                     .hint("give both NICs addresses of one network; see `kvlane explain --peer`"));
             }
         }
-        let (index, _) = self.rail.gid_now(&self.sysfs)?;
         Ok(Some(GlobalRoute {
-            gid_index: index,
+            gid_index: self.gid_index(gid)?,
             destination: peer.gid,
             flow_label: 0,
             hop_limit: HOPS,
@@ -270,7 +293,7 @@ impl Nic for Port {
                 .hint(format!("plug it in, or set its link up; see {}", self.see())));
         }
         let gid = match &self.rail.gid {
-            Some(_) => self.rail.gid_now(&self.sysfs)?.1,
+            Some(gid) => self.gid_index(gid).map(|_| gid.raw)?,
             None => [0; 16],
         };
         let domain = self.domain_of(domain)?;
