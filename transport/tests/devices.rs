@@ -75,6 +75,16 @@ fn a_dgx_pairs_each_gpu_with_the_nic_behind_its_switch() {
 }
 
 #[test]
+fn a_gpu_whose_nic_is_down_goes_through_others_and_that_is_said() {
+    let tree = dgx_h100();
+    tree.write("class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n");
+    let choice = for_gpu(&read(&tree), 0, &Wishes::default());
+    assert_eq!(nics(&choice), ["mlx5_1", "mlx5_2", "mlx5_3", "mlx5_8"]);
+    let why = said(&choice, "mlx5_1")[0].1;
+    assert!(why.starts_with("NODE") && why.ends_with("nearer, but not usable: mlx5_0"), "{why}");
+}
+
+#[test]
 fn one_nic_serves_eight_gpus_at_its_own_distance() {
     let machine = read(&hgx_one_nic());
     let paths: Vec<_> = (0..8)

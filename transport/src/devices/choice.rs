@@ -370,7 +370,7 @@ impl Choosing<'_> {
             None => Some(No::say(format!("{} rails are the most", limits::RAILS_MAX))),
         });
         for usable in &self.usable {
-            let why = why(self.wishes, usable);
+            let why = why(self.wishes, usable, &self.candidates);
             self.candidates[usable.at].verdict = Verdict::Chosen { why };
         }
         (self.usable.into_iter().map(|u| u.rail).collect(), self.candidates)
@@ -389,7 +389,7 @@ fn mapped(address: IpAddr) -> IpAddr {
     }
 }
 
-fn why(wishes: &Wishes, usable: &Usable) -> String {
+fn why(wishes: &Wishes, usable: &Usable, candidates: &[Candidate]) -> String {
     let place = match (usable.rail.path, wishes.nics.is_empty()) {
         (_, false) => "asked for by name".to_string(),
         (None, true) => "host memory takes every usable port".to_string(),
@@ -397,7 +397,7 @@ fn why(wishes: &Wishes, usable: &Usable) -> String {
             "no usable NIC has a known path to the GPU (soft and virtual ones have none)"
                 .to_string()
         }
-        (Some(path), true) => format!("{path} ({}), the nearest there is", path.meaning()),
+        (Some(path), true) => format!("{path} ({}), the nearest usable", path.meaning()),
     };
     let path = match usable.rail.path {
         Some(path) if !wishes.nics.is_empty() => format!(", path {path}"),
@@ -405,7 +405,15 @@ fn why(wishes: &Wishes, usable: &Usable) -> String {
     };
     let link =
         if usable.rank == LINK_ONLY { "; link-local, both ends are on this host" } else { "" };
-    format!("{place}{path}{link}")
+    // What should have been used is said where what is used is.
+    let is_nearer = |c: &&Candidate| c.path.is_some() && c.path < usable.rail.path;
+    let mut nearer: Vec<_> = candidates.iter().filter(is_nearer).map(|c| c.nic.as_str()).collect();
+    nearer.dedup();
+    let nearer = match (nearer.is_empty(), wishes.nics.is_empty()) {
+        (false, true) => format!("; nearer, but not usable: {}", listed(nearer)),
+        _ => String::new(),
+    };
+    format!("{place}{path}{link}{nearer}")
 }
 
 impl Choice {
@@ -456,7 +464,9 @@ struct Alike<'a> {
     used: bool,
     why: &'a str,
     fix: &'a str,
+    /// GIDs of one port are one name.
     names: Vec<String>,
+    last: Option<(&'a str, Option<u32>)>,
 }
 
 /// Those in use first.
@@ -467,11 +477,20 @@ fn alike<'a>(candidates: impl Iterator<Item = &'a Candidate>) -> Vec<Alike<'a>> 
             Verdict::Chosen { why } => (true, why.as_str(), ""),
             Verdict::Refused { why, fix } => (false, why.as_str(), *fix),
         };
-        let name = candidate.to_string();
-        match groups.iter_mut().find(|group| (group.used, group.why) == (used, why)) {
-            Some(group) => group.names.push(name),
-            None => groups.push(Alike { used, why, fix, names: vec![name] }),
+        let place = groups.iter().position(|group| (group.used, group.why) == (used, why));
+        let at = place.unwrap_or_else(|| {
+            groups.push(Alike { used, why, fix, names: Vec::new(), last: None });
+            groups.len() - 1
+        });
+        let group = &mut groups[at];
+        let port = Some((candidate.nic.as_str(), candidate.port));
+        match (group.names.last_mut(), &candidate.gid) {
+            (Some(name), Some(gid)) if group.last == port => {
+                name.push_str(&format!("/{}", gid.index))
+            }
+            _ => group.names.push(candidate.to_string()),
         }
+        group.last = port;
     }
     groups.sort_by_key(|group| !group.used);
     groups
@@ -533,7 +552,7 @@ impl fmt::Display for Choice {
         for rail in &self.rails {
             writeln!(f, "  rail {rail}")?;
         }
-        for Alike { used, why, fix, names } in alike(self.candidates.iter()) {
+        for Alike { used, why, fix, names, .. } in alike(self.candidates.iter()) {
             let used = if used { "used" } else { "not " };
             write!(f, "    {used} {}: {why}", names.join(", "))?;
             // Where there are rails, nothing need be done.
