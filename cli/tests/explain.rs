@@ -73,7 +73,7 @@ fn a_bond_is_told_with_its_members_and_one_without_an_address_is_refused() {
             "mlx5_bond_0  no PCI device (soft or virtual)",
             "netdev bond0: up, MTU 9000, bond (active-backup) of p0, p1, active p0",
             "netdev p1: up, MTU 9000, member of bond0",
-            "rail mlx5_bond_0 port 1 gid 3 10.77.0.1 (RoCE v2, v4-mapped, bond0)",
+            "rail mlx5_bond_0 port 1 gid 3 10.77.0.1 (RoCE v2, v4-mapped, bond0) over p0, p1",
         ],
     );
     let e = bad(&on(&tree, &["--nic", "mlx5_bond_1"]));
@@ -92,7 +92,10 @@ fn what_is_not_there_is_refused_with_what_is() {
     let e = bad(&on(&two, &["--nic", "mlx5_0"]));
     has_all(&e, &["asked=mlx5_0", "the port is DOWN (Disabled)", "fix: bring the port up"]);
     let e = bad(&on(&two, &["--peer", "fd00::1"]));
-    has_all(&e, &["no RDMA port can be used", "the peer fd00::1 is not reached from 10.0.1.1"]);
+    has_all(
+        &e,
+        &["no RDMA port can be used", "the peer fd00::1 cannot be reached from here: it is IPv6"],
+    );
     let e = bad(&explain(&["--sysfs", "/no/such/place"]));
     has_all(&e, &["not_found", "sysfs=/no/such/place"]);
     // One place and one NIC that are there.

@@ -123,6 +123,7 @@ fn a_bond_without_a_device_link_is_chosen_with_its_members() {
 
     let choice = for_gpu(&machine, 0, &Wishes::default());
     assert_eq!(nics(&choice), ["mlx5_bond_0"]);
+    assert_eq!(choice.rails[0].bond.as_ref(), Some(bond));
     let gid = choice.rails[0].gid.as_ref().unwrap();
     assert_eq!((gid.index, gid.netdev.as_deref()), (3, Some("bond0")));
     assert_eq!((gid.gid_type, gid.class), (Some(GidType::RoceV2), AddressClass::V4Mapped));
@@ -384,8 +385,9 @@ fn odd_trees_do_no_harm() {
     tree.write(format!("{port}/gids/x"), mapped("10.0.0.9"));
     tree.write(format!("{port}/gid_attrs/ndevs/3"), "../../../../etc");
     // A link out of the tree, a loop, a directory and a pipe where files should be.
-    tree.remove(format!("{port}/sm_lid"));
-    std::os::unix::fs::symlink("/proc/version", tree.root().join(port).join("sm_lid")).unwrap();
+    tree.remove("class/infiniband/mlx5_1/hca_type");
+    let out = tree.root().join("class/infiniband/mlx5_1/hca_type");
+    std::os::unix::fs::symlink("/proc/version", out).unwrap();
     tree.remove("class/infiniband/mlx5_1/fw_ver");
     tree.link("class/infiniband/mlx5_1/fw_ver", "class/infiniband/mlx5_1/fw_ver");
     tree.remove("class/infiniband/mlx5_1/node_guid");
@@ -398,9 +400,10 @@ fn odd_trees_do_no_harm() {
     let names: Vec<_> = machine.nics.iter().map(|nic| nic.name.as_str()).collect();
     assert_eq!(names, ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_10"]);
     let nic = machine.nic("mlx5_1").unwrap();
-    assert_eq!((&nic.firmware, &nic.node_guid, &nic.board_id), (&None, &None, &None));
+    assert_eq!((&nic.firmware, &nic.node_guid), (&None, &None));
+    assert_eq!((&nic.board_id, &nic.hca_type), (&None, &None));
     let port = &nic.ports[0];
-    assert_eq!((&port.state, port.bits_per_s, port.lid, port.sm_lid), (&None, None, None, None));
+    assert_eq!((&port.state, port.bits_per_s, port.lid), (&None, None, None));
     assert!(!port.phys_state.as_ref().unwrap().contains('\u{1b}'));
     let gids: Vec<_> = port.gids.iter().map(|gid| (gid.index, gid.netdev.as_deref())).collect();
     assert_eq!(gids, [(1, Some("eth1")), (2, Some("eth1")), (3, None)]);

@@ -234,6 +234,8 @@ impl Choosing<'_> {
         let at = self.candidates.len();
         // The verdict comes with the last step.
         self.refuse(nic, Some(port.number), chosen.clone(), path, No::say(""));
+        let netdev = chosen.as_ref().and_then(|gid| gid.netdev.as_deref());
+        let netdev = nic.netdevs.iter().find(|n| netdev == Some(&n.name));
         let rail = Rail {
             nic: nic.name.clone(),
             port: port.number,
@@ -244,6 +246,7 @@ impl Choosing<'_> {
             numa: nic.pci.as_ref().and_then(|pci| pci.numa),
             bits_per_s: port.bits_per_s,
             mtu_bytes: port.mtu_bytes,
+            bond: netdev.and_then(|netdev| netdev.bond.clone()),
             traffic_class: self.wishes.traffic_class,
             service_level: self.wishes.service_level,
             pkey: self.wishes.pkey.and_then(|asked| find_pkey(port, asked)),

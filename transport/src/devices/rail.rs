@@ -9,6 +9,7 @@ use kvlane_proto::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use super::gids::{self, Gid};
+use super::netdev::Bond;
 use super::nics::{LinkLayer, port_path};
 use super::pci::PathClass;
 use super::{Sysfs, listed};
@@ -35,6 +36,8 @@ pub struct Rail {
     pub bits_per_s: Option<u64>,
     /// RDMA MTU that the netdev's allows, if told.
     pub mtu_bytes: Option<u32>,
+    /// If the GID's netdev is a bond: of what. One queue pair goes over one member.
+    pub bond: Option<Bond>,
     /// As wished: the traffic class byte of the IP header, DSCP in its upper six bits.
     pub traffic_class: Option<u8>,
     /// As wished: 0 to 15.
@@ -79,8 +82,12 @@ impl fmt::Display for Rail {
             write!(f, " lid {lid}")?;
         }
         match &self.gid {
-            Some(gid) if self.lid.is_none() => write!(f, " {gid}"),
-            _ => Ok(()),
+            Some(gid) if self.lid.is_none() => write!(f, " {gid}")?,
+            _ => {}
+        }
+        match &self.bond {
+            Some(bond) => write!(f, " over {}", listed(&bond.members)),
+            None => Ok(()),
         }
     }
 }
