@@ -444,13 +444,15 @@ impl Choice {
         }
         let about =
             |c: &&Candidate| missing.is_empty() || missing.iter().any(|name| **name == c.nic);
-        let fixes = self.candidates.iter().filter(&about).filter_map(|c| match &c.verdict {
-            Verdict::Refused { fix, .. } if !fix.is_empty() => Some(*fix),
+        let fix = |c: &Candidate| match &c.verdict {
+            Verdict::Refused { fix, .. } if !fix.is_empty() => Some((c.path, *fix)),
             _ => None,
-        });
-        let fix = match (self.candidates.is_empty(), fixes.last()) {
+        };
+        // Of the nearest, if there is a choice.
+        let fixes = self.candidates.iter().filter(&about).filter_map(fix);
+        let fix = match (self.candidates.is_empty(), fixes.min_by_key(|(path, _)| *path)) {
             (true, _) => "no RDMA device is on this machine: use --engine tcp or shm".to_string(),
-            (_, Some(fix)) => format!("{fix}; `kvlane explain` shows every candidate"),
+            (_, Some((_, fix))) => format!("{fix}; `kvlane explain` shows every candidate"),
             (_, None) => "`kvlane explain` shows every candidate: ask for less".to_string(),
         };
         Err(e.with("candidates", summary(self.candidates.iter().filter(about))).hint(fix))
