@@ -5,7 +5,6 @@
 #[path = "../../transport/tests/sysfs_tree/mod.rs"]
 mod sysfs_tree;
 
-use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::{Value, json};
@@ -183,15 +182,5 @@ fn flags_that_make_no_sense_are_refused() {
         assert_eq!(out.status.code(), Some(2), "{args:?}");
         has_all(&text(&out.stderr), &[word]);
     }
-    assert!(Path::new("/sys").is_dir());
     has_all(&bad(&explain(&["--service-level", "16"])), &["a service level is 0 to 15"]);
-}
-
-/// Shows them to whoever writes the documentation: `cargo test -p kvlane --test explain -- --ignored --nocapture`.
-#[test]
-#[ignore = "prints, and asserts nothing"]
-fn samples() {
-    println!("{}", good(&on(&dgx_h100(), &["--device", "0"])));
-    println!("{}", good(&on(&bonds(), &[])));
-    println!("{}", good(&on(&troubled(), &[])));
 }

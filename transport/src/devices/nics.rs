@@ -162,9 +162,17 @@ fn port(sysfs: &Sysfs, nic: &str, number: u32, notes: &mut Vec<String>) -> Port 
 
 /// The table without its empty places.
 fn pkeys(sysfs: &Sysfs, at: &Path) -> Vec<u16> {
+    pkey_table(sysfs, at).into_iter().map(|(_, key)| key).collect()
+}
+
+/// Partition keys with their places in the table.
+pub(super) fn pkey_table(sysfs: &Sysfs, at: &Path) -> Vec<(u16, u16)> {
     let (names, _) = sysfs.names(at);
-    let key = |name: &String| u16::try_from(sysfs.number(at.join(name))?).ok();
-    names.iter().filter_map(key).filter(|&key| key != 0).take(limits::LIST_MAX).collect()
+    let entry = |name: &String| {
+        let key = u16::try_from(sysfs.number(at.join(name))?).ok().filter(|&key| key != 0)?;
+        Some((name.parse().ok()?, key))
+    };
+    names.iter().filter_map(entry).take(limits::LIST_MAX).collect()
 }
 
 /// Each netdev once, then the members of those that are bonds.

@@ -1,7 +1,7 @@
 //! One NIC port and the address that it is reached at.
 //!
 //! Owns: [`Rail`]. In: what [`super::choose`] found. Out: [`Rail::gid_now`], the index of its GID at
-//! this moment.
+//! this moment, and [`Rail::pkey_index_now`].
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::gids::{self, Gid};
 use super::netdev::Bond;
-use super::nics::{LinkLayer, port_path};
+use super::nics::{LinkLayer, pkey_table, port_path};
 use super::pci::PathClass;
 use super::{Sysfs, listed};
 
@@ -70,6 +70,25 @@ impl Rail {
                 .hint(
                     "give the netdev its address back, or restart the worker to choose again; \
                      `kvlane explain` shows what there is",
+                )
+        })
+    }
+    /// Where its partition key stands now in the port's table; 0, the default partition, if none was
+    /// wished for.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoPath`] with the keys that the port has instead.
+    pub fn pkey_index_now(&self, sysfs: &Sysfs) -> Result<u16> {
+        let Some(asked) = self.pkey else { return Ok(0) };
+        let table = pkey_table(sysfs, &port_path(&self.nic, self.port).join("pkeys"));
+        table.iter().find(|(_, key)| *key == asked).map(|(index, _)| *index).ok_or_else(|| {
+            Error::new(ErrorKind::NoPath, "the NIC port does not have its partition key any more")
+                .with("nic", &self.nic)
+                .with("port", self.port)
+                .with("asked", format!("{asked:#06x}"))
+                .with("found", listed(table.iter().map(|(_, key)| format!("{key:#06x}"))))
+                .hint(
+                    "have the port added to the partition, or restart the worker with another key",
                 )
         })
     }
