@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_proto::ErrorKind;
-use kvlane_transport::emulated::client::{Hca, Key, Peer, QueuePair, Rights};
+use kvlane_transport::emulated::client::{End, Hca, Key, QueuePair, Rights};
 use kvlane_transport::emulated::faults::{Fault, Target, What};
 use kvlane_transport::memory::Region;
 use kvlane_transport::mlx5::completion::What as Said;
@@ -120,7 +120,7 @@ impl Worker {
     }
     fn connect(&mut self, card: &str) -> Remote {
         let numbers: Vec<u64> = card.split(' ').map(|word| word.parse().unwrap()).collect();
-        let peer = Peer { number: numbers[0] as u32, sequence: numbers[1] as u32 };
+        let peer = End { number: numbers[0] as u32, sequence: numbers[1] as u32, ..End::default() };
         self.hca.connect(&self.pair, peer).unwrap();
         Remote { address: numbers[2], key: numbers[3] as u32 }
     }

@@ -6,9 +6,10 @@ mod sysfs_tree;
 
 use kvlane_proto::{ErrorKind, limits};
 use kvlane_transport::devices::{
-    AddressClass, Choice, GidType, LinkLayer, Machine, PathClass, Sysfs, Target, Verdict, Wishes,
-    choose, choose_by,
+    AddressClass, Choice, GidType, LinkLayer, Machine, PathClass, Reach, Sysfs, Target, Verdict,
+    Wishes, choose, choose_by, known_errors,
 };
+use proptest::prelude::*;
 use sysfs_tree::{
     Tree, behind_switch, bonds, dgx_h100, gb200, hgx_one_nic, mapped, soft_roce, troubled,
 };
@@ -75,6 +76,16 @@ fn a_dgx_pairs_each_gpu_with_the_nic_behind_its_switch() {
 }
 
 #[test]
+fn a_gpu_whose_nic_is_down_goes_through_others_and_that_is_said() {
+    let tree = dgx_h100();
+    tree.write("class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n");
+    let choice = for_gpu(&read(&tree), 0, &Wishes::default());
+    assert_eq!(nics(&choice), ["mlx5_1", "mlx5_2", "mlx5_3", "mlx5_8"]);
+    let why = said(&choice, "mlx5_1")[0].1;
+    assert!(why.starts_with("NODE") && why.ends_with("nearer, but not usable: mlx5_0"), "{why}");
+}
+
+#[test]
 fn one_nic_serves_eight_gpus_at_its_own_distance() {
     let machine = read(&hgx_one_nic());
     let paths: Vec<_> = (0..8)
@@ -113,6 +124,7 @@ fn a_bond_without_a_device_link_is_chosen_with_its_members() {
 
     let choice = for_gpu(&machine, 0, &Wishes::default());
     assert_eq!(nics(&choice), ["mlx5_bond_0"]);
+    assert_eq!(choice.rails[0].bond.as_ref(), Some(bond));
     let gid = choice.rails[0].gid.as_ref().unwrap();
     assert_eq!((gid.index, gid.netdev.as_deref()), (3, Some("bond0")));
     assert_eq!((gid.gid_type, gid.class), (Some(GidType::RoceV2), AddressClass::V4Mapped));
@@ -349,6 +361,26 @@ fn a_gid_is_found_where_it_is_now() {
 }
 
 #[test]
+fn a_partition_key_is_found_where_it_is_now() {
+    let tree = dgx_h100();
+    let sysfs = Sysfs::new(tree.root());
+    let table = "class/infiniband/mlx5_0/ports/1/pkeys";
+    tree.write(format!("{table}/3"), "0x8002\n");
+    let wishes = Wishes { pkey: Some(0x0002), ..Wishes::default() };
+    let choice = choose(&Machine::read(&sysfs), Target::Host, &wishes).unwrap();
+    assert_eq!(nics(&choice), ["mlx5_0"]);
+    let rail = &choice.rails[0];
+    assert_eq!((rail.pkey, rail.pkey_index_now(&sysfs).unwrap()), (Some(0x8002), 3));
+    tree.write(format!("{table}/3"), "0x0000\n");
+    tree.write(format!("{table}/7"), "0x8002\n");
+    assert_eq!(rail.pkey_index_now(&sysfs).unwrap(), 7);
+    tree.write(format!("{table}/7"), "0x8004\n");
+    let text = rail.pkey_index_now(&sysfs).unwrap_err().to_string();
+    assert!(text.contains("asked=0x8002") && text.contains("found=0xffff, 0x8004"), "{text}");
+    assert_eq!(for_host(&Machine::read(&sysfs)).rails[0].pkey_index_now(&sysfs).unwrap(), 0);
+}
+
+#[test]
 fn an_empty_machine_says_what_is_used_instead() {
     let tree = Tree::new();
     let machine = read(&tree);
@@ -374,8 +406,9 @@ fn odd_trees_do_no_harm() {
     tree.write(format!("{port}/gids/x"), mapped("10.0.0.9"));
     tree.write(format!("{port}/gid_attrs/ndevs/3"), "../../../../etc");
     // A link out of the tree, a loop, a directory and a pipe where files should be.
-    tree.remove(format!("{port}/sm_lid"));
-    std::os::unix::fs::symlink("/proc/version", tree.root().join(port).join("sm_lid")).unwrap();
+    tree.remove("class/infiniband/mlx5_1/hca_type");
+    let out = tree.root().join("class/infiniband/mlx5_1/hca_type");
+    std::os::unix::fs::symlink("/proc/version", out).unwrap();
     tree.remove("class/infiniband/mlx5_1/fw_ver");
     tree.link("class/infiniband/mlx5_1/fw_ver", "class/infiniband/mlx5_1/fw_ver");
     tree.remove("class/infiniband/mlx5_1/node_guid");
@@ -388,9 +421,10 @@ fn odd_trees_do_no_harm() {
     let names: Vec<_> = machine.nics.iter().map(|nic| nic.name.as_str()).collect();
     assert_eq!(names, ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_10"]);
     let nic = machine.nic("mlx5_1").unwrap();
-    assert_eq!((&nic.firmware, &nic.node_guid, &nic.board_id), (&None, &None, &None));
+    assert_eq!((&nic.firmware, &nic.node_guid), (&None, &None));
+    assert_eq!((&nic.board_id, &nic.hca_type), (&None, &None));
     let port = &nic.ports[0];
-    assert_eq!((&port.state, port.bits_per_s, port.lid, port.sm_lid), (&None, None, None, None));
+    assert_eq!((&port.state, port.bits_per_s, port.lid), (&None, None, None));
     assert!(!port.phys_state.as_ref().unwrap().contains('\u{1b}'));
     let gids: Vec<_> = port.gids.iter().map(|gid| (gid.index, gid.netdev.as_deref())).collect();
     assert_eq!(gids, [(1, Some("eth1")), (2, Some("eth1")), (3, None)]);
@@ -433,4 +467,45 @@ fn a_tree_copied_without_its_links_still_names_its_devices() {
     let _ = status.unwrap();
     let nic = read(&copied).nic("mlx5_1").unwrap().clone();
     assert_eq!(nic.pci.unwrap().address.to_string(), "0000:03:00.0");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    /// Whatever files say, every port has a verdict and every text is bounded.
+    #[test]
+    fn no_content_does_harm(
+        contents in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..64), 12),
+        wide in "\\PC{0,64}",
+    ) {
+        let tree = Tree::new();
+        tree.gpu("pci0000:00/0000:00:01.0/0000:01:00.0", 0);
+        tree.nic("mlx5_0", Some("pci0000:00/0000:00:02.0/0000:02:00.0"), 0).roce("eth0", "10.0.0.1");
+        tree.nic("mlx5_1", None, -1).roce("eth1", "10.0.0.2");
+        let port = "class/infiniband/mlx5_0/ports/1";
+        let files = [
+            "state", "phys_state", "rate", "lid", "link_layer", "pkeys/0", "gids/3",
+            "gid_attrs/types/3", "gid_attrs/ndevs/3", "gids/9",
+        ];
+        for (file, content) in files.iter().zip(&contents) {
+            // Half of the files stay as they are, so that what is behind them is reached.
+            if content.len() % 2 == 0 {
+                tree.write(format!("{port}/{file}"), content);
+            }
+        }
+        tree.write("class/net/eth0/mtu", &contents[10]);
+        tree.write("bus/pci/devices/0000:02:00.0/numa_node", &contents[11]);
+        tree.write("class/infiniband/mlx5_0/parent", &wide);
+        let machine = read(&tree);
+        let choice = for_gpu(&machine, 0, &Wishes::default());
+        for nic in ["mlx5_0", "mlx5_1"] {
+            prop_assert!(choice.candidates.iter().any(|c| c.nic == nic));
+        }
+        prop_assert!(choice.summary().len() <= limits::CANDIDATES_BYTES_MAX);
+        prop_assert!(choice.to_string().lines().all(|line| !line.contains(char::is_control)));
+        for gid in choice.rails.iter().filter_map(|rail| rail.gid.as_ref()) {
+            prop_assert!(matches!(gid.reach(), Reach::Routed(_)), "{gid}");
+        }
+        let _ = (machine.gpu(&wide), machine.nic(&wide));
+        let _ = (known_errors::find(&wide), known_errors::near(&wide));
+    }
 }

@@ -117,10 +117,14 @@ fn text(machine: &Machine, choices: &[Choice]) -> String {
     }
     if !machine.nics.is_empty() {
         out.push_str("\nRails\n");
-        for line in
-            choices.iter().flat_map(|c| c.to_string().lines().map(String::from).collect::<Vec<_>>())
-        {
-            out.push_str(&format!("  {line}\n"));
+        for choice in choices {
+            let is_it = |gpu: &&Gpu| choice.target == Target::Gpu(gpu.pci.address);
+            let gpu = machine.gpus.iter().find(is_it);
+            let target = gpu.map_or(choice.target.to_string(), Gpu::to_string);
+            out.push_str(&format!("  {target}\n"));
+            for line in choice.to_string().lines().skip(1) {
+                out.push_str(&format!("  {line}\n"));
+            }
         }
         if choices.iter().all(|choice| choice.rails.is_empty()) {
             out.push_str("No NIC can be used as it is: until then --engine tcp, shm or auto.\n");

@@ -234,6 +234,8 @@ impl Choosing<'_> {
         let at = self.candidates.len();
         // The verdict comes with the last step.
         self.refuse(nic, Some(port.number), chosen.clone(), path, No::say(""));
+        let netdev = chosen.as_ref().and_then(|gid| gid.netdev.as_deref());
+        let netdev = nic.netdevs.iter().find(|n| netdev == Some(&n.name));
         let rail = Rail {
             nic: nic.name.clone(),
             port: port.number,
@@ -244,6 +246,7 @@ impl Choosing<'_> {
             numa: nic.pci.as_ref().and_then(|pci| pci.numa),
             bits_per_s: port.bits_per_s,
             mtu_bytes: port.mtu_bytes,
+            bond: netdev.and_then(|netdev| netdev.bond.clone()),
             traffic_class: self.wishes.traffic_class,
             service_level: self.wishes.service_level,
             pkey: self.wishes.pkey.and_then(|asked| find_pkey(port, asked)),
@@ -370,7 +373,7 @@ impl Choosing<'_> {
             None => Some(No::say(format!("{} rails are the most", limits::RAILS_MAX))),
         });
         for usable in &self.usable {
-            let why = why(self.wishes, usable);
+            let why = why(self.wishes, usable, &self.candidates);
             self.candidates[usable.at].verdict = Verdict::Chosen { why };
         }
         (self.usable.into_iter().map(|u| u.rail).collect(), self.candidates)
@@ -389,7 +392,7 @@ fn mapped(address: IpAddr) -> IpAddr {
     }
 }
 
-fn why(wishes: &Wishes, usable: &Usable) -> String {
+fn why(wishes: &Wishes, usable: &Usable, candidates: &[Candidate]) -> String {
     let place = match (usable.rail.path, wishes.nics.is_empty()) {
         (_, false) => "asked for by name".to_string(),
         (None, true) => "host memory takes every usable port".to_string(),
@@ -397,7 +400,7 @@ fn why(wishes: &Wishes, usable: &Usable) -> String {
             "no usable NIC has a known path to the GPU (soft and virtual ones have none)"
                 .to_string()
         }
-        (Some(path), true) => format!("{path} ({}), the nearest there is", path.meaning()),
+        (Some(path), true) => format!("{path} ({}), the nearest usable", path.meaning()),
     };
     let path = match usable.rail.path {
         Some(path) if !wishes.nics.is_empty() => format!(", path {path}"),
@@ -405,7 +408,15 @@ fn why(wishes: &Wishes, usable: &Usable) -> String {
     };
     let link =
         if usable.rank == LINK_ONLY { "; link-local, both ends are on this host" } else { "" };
-    format!("{place}{path}{link}")
+    // What should have been used is said where what is used is.
+    let is_nearer = |c: &&Candidate| c.path.is_some() && c.path < usable.rail.path;
+    let mut nearer: Vec<_> = candidates.iter().filter(is_nearer).map(|c| c.nic.as_str()).collect();
+    nearer.dedup();
+    let nearer = match (nearer.is_empty(), wishes.nics.is_empty()) {
+        (false, true) => format!("; nearer, but not usable: {}", listed(nearer)),
+        _ => String::new(),
+    };
+    format!("{place}{path}{link}{nearer}")
 }
 
 impl Choice {
@@ -433,13 +444,15 @@ impl Choice {
         }
         let about =
             |c: &&Candidate| missing.is_empty() || missing.iter().any(|name| **name == c.nic);
-        let fixes = self.candidates.iter().filter(&about).filter_map(|c| match &c.verdict {
-            Verdict::Refused { fix, .. } if !fix.is_empty() => Some(*fix),
+        let fix = |c: &Candidate| match &c.verdict {
+            Verdict::Refused { fix, .. } if !fix.is_empty() => Some((c.path, *fix)),
             _ => None,
-        });
-        let fix = match (self.candidates.is_empty(), fixes.last()) {
+        };
+        // Of the nearest, if there is a choice.
+        let fixes = self.candidates.iter().filter(&about).filter_map(fix);
+        let fix = match (self.candidates.is_empty(), fixes.min_by_key(|(path, _)| *path)) {
             (true, _) => "no RDMA device is on this machine: use --engine tcp or shm".to_string(),
-            (_, Some(fix)) => format!("{fix}; `kvlane explain` shows every candidate"),
+            (_, Some((_, fix))) => format!("{fix}; `kvlane explain` shows every candidate"),
             (_, None) => "`kvlane explain` shows every candidate: ask for less".to_string(),
         };
         Err(e.with("candidates", summary(self.candidates.iter().filter(about))).hint(fix))
@@ -456,7 +469,9 @@ struct Alike<'a> {
     used: bool,
     why: &'a str,
     fix: &'a str,
+    /// GIDs of one port are one name.
     names: Vec<String>,
+    last: Option<(&'a str, Option<u32>)>,
 }
 
 /// Those in use first.
@@ -467,11 +482,20 @@ fn alike<'a>(candidates: impl Iterator<Item = &'a Candidate>) -> Vec<Alike<'a>> 
             Verdict::Chosen { why } => (true, why.as_str(), ""),
             Verdict::Refused { why, fix } => (false, why.as_str(), *fix),
         };
-        let name = candidate.to_string();
-        match groups.iter_mut().find(|group| (group.used, group.why) == (used, why)) {
-            Some(group) => group.names.push(name),
-            None => groups.push(Alike { used, why, fix, names: vec![name] }),
+        let place = groups.iter().position(|group| (group.used, group.why) == (used, why));
+        let at = place.unwrap_or_else(|| {
+            groups.push(Alike { used, why, fix, names: Vec::new(), last: None });
+            groups.len() - 1
+        });
+        let group = &mut groups[at];
+        let port = Some((candidate.nic.as_str(), candidate.port));
+        match (group.names.last_mut(), &candidate.gid) {
+            (Some(name), Some(gid)) if group.last == port => {
+                name.push_str(&format!("/{}", gid.index))
+            }
+            _ => group.names.push(candidate.to_string()),
         }
+        group.last = port;
     }
     groups.sort_by_key(|group| !group.used);
     groups
@@ -533,7 +557,7 @@ impl fmt::Display for Choice {
         for rail in &self.rails {
             writeln!(f, "  rail {rail}")?;
         }
-        for Alike { used, why, fix, names } in alike(self.candidates.iter()) {
+        for Alike { used, why, fix, names, .. } in alike(self.candidates.iter()) {
             let used = if used { "used" } else { "not " };
             write!(f, "    {used} {}: {why}", names.join(", "))?;
             // Where there are rails, nothing need be done.

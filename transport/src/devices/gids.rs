@@ -207,12 +207,12 @@ pub fn unroutable(ours: IpAddr, peer: IpAddr) -> Option<String> {
     };
     let why = match (ours, Gid::new(0, raw, None, None).reach()) {
         (_, Reach::None(why)) => why,
-        (IpAddr::V4(_), _) if peer.is_ipv6() => "it is IPv6, this is IPv4",
-        (IpAddr::V6(_), _) if peer.is_ipv4() => "it is IPv4, this is IPv6",
+        (IpAddr::V4(_), _) if peer.is_ipv6() => "it is IPv6, the GID is IPv4",
+        (IpAddr::V6(_), _) if peer.is_ipv4() => "it is IPv4, the GID is IPv6",
         (_, Reach::Link(why)) if !is_link_local(ours) => why,
         _ => return None,
     };
-    Some(format!("the peer {peer} is not reached from {ours}: {why}"))
+    Some(format!("the peer {peer} cannot be reached from here: {why}"))
 }
 
 fn is_link_local(address: IpAddr) -> bool {

@@ -155,19 +155,24 @@ fn port(sysfs: &Sysfs, nic: &str, number: u32, notes: &mut Vec<String>) -> Port 
         lid: lid("lid"),
         sm_lid: lid("sm_lid"),
         mtu_bytes: None,
-        pkeys: pkeys(sysfs, &at.join("pkeys")).into_iter().map(|(_, key)| key).collect(),
+        pkeys: pkeys(sysfs, &at.join("pkeys")),
         gids,
     }
 }
 
-/// The table without its empty places: index and partition key.
-pub(super) fn pkeys(sysfs: &Sysfs, at: &Path) -> Vec<(u16, u16)> {
+/// The table without its empty places.
+fn pkeys(sysfs: &Sysfs, at: &Path) -> Vec<u16> {
+    pkey_table(sysfs, at).into_iter().map(|(_, key)| key).collect()
+}
+
+/// Partition keys with their places in the table.
+pub(super) fn pkey_table(sysfs: &Sysfs, at: &Path) -> Vec<(u16, u16)> {
     let (names, _) = sysfs.names(at);
-    let key = |name: &String| {
-        let key = u16::try_from(sysfs.number(at.join(name))?).ok()?;
-        Some((name.parse().ok()?, key)).filter(|_| key != 0)
+    let entry = |name: &String| {
+        let key = u16::try_from(sysfs.number(at.join(name))?).ok().filter(|&key| key != 0)?;
+        Some((name.parse().ok()?, key))
     };
-    names.iter().filter_map(key).take(limits::LIST_MAX).collect()
+    names.iter().filter_map(entry).take(limits::LIST_MAX).collect()
 }
 
 /// Each netdev once, then the members of those that are bonds.

@@ -1,7 +1,7 @@
 //! One NIC port and the address that it is reached at.
 //!
 //! Owns: [`Rail`]. In: what [`super::choose`] found. Out: [`Rail::gid_now`], the index of its GID at
-//! this moment.
+//! this moment, and [`Rail::pkey_index_now`].
 
 use std::fmt;
 
@@ -9,7 +9,8 @@ use kvlane_proto::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use super::gids::{self, Gid};
-use super::nics::{self, LinkLayer, port_path};
+use super::netdev::Bond;
+use super::nics::{LinkLayer, pkey_table, port_path};
 use super::pci::PathClass;
 use super::{Sysfs, listed};
 
@@ -35,6 +36,8 @@ pub struct Rail {
     pub bits_per_s: Option<u64>,
     /// RDMA MTU that the netdev's allows, if told.
     pub mtu_bytes: Option<u32>,
+    /// If the GID's netdev is a bond: of what. One queue pair goes over one member.
+    pub bond: Option<Bond>,
     /// As wished: the traffic class byte of the IP header, DSCP in its upper six bits.
     pub traffic_class: Option<u8>,
     /// As wished: 0 to 15.
@@ -44,23 +47,6 @@ pub struct Rail {
 }
 
 impl Rail {
-    /// Where its partition key stands now: that of the wish, or else the first.
-    ///
-    /// # Errors
-    /// [`ErrorKind::NoPath`] with what the port's table has instead.
-    pub fn pkey_index(&self, sysfs: &Sysfs) -> Result<u16> {
-        let Some(asked) = self.pkey else { return Ok(0) };
-        let table = nics::pkeys(sysfs, &port_path(&self.nic, self.port).join("pkeys"));
-        table.iter().find(|(_, key)| *key == asked).map(|(index, _)| *index).ok_or_else(|| {
-            let found = table.iter().map(|(_, key)| format!("{key:#06x}"));
-            Error::new(ErrorKind::NoPath, "the NIC port does not have the partition any more")
-                .with("nic", &self.nic)
-                .with("port", self.port)
-                .with("asked", format!("{asked:#06x}"))
-                .with("found", listed(found))
-                .hint("ask the fabric's manager for it, or drop --pkey")
-        })
-    }
     /// Where its GID stands now, by type, netdev and address.
     ///
     /// # Errors
@@ -87,6 +73,25 @@ impl Rail {
                 )
         })
     }
+    /// Where its partition key stands now in the port's table; 0, the default partition, if none was
+    /// wished for.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoPath`] with the keys that the port has instead.
+    pub fn pkey_index_now(&self, sysfs: &Sysfs) -> Result<u16> {
+        let Some(asked) = self.pkey else { return Ok(0) };
+        let table = pkey_table(sysfs, &port_path(&self.nic, self.port).join("pkeys"));
+        table.iter().find(|(_, key)| *key == asked).map(|(index, _)| *index).ok_or_else(|| {
+            Error::new(ErrorKind::NoPath, "the NIC port does not have its partition key any more")
+                .with("nic", &self.nic)
+                .with("port", self.port)
+                .with("asked", format!("{asked:#06x}"))
+                .with("found", listed(table.iter().map(|(_, key)| format!("{key:#06x}"))))
+                .hint(
+                    "have the port added to the partition, or restart the worker with another key",
+                )
+        })
+    }
 }
 
 impl fmt::Display for Rail {
@@ -96,8 +101,12 @@ impl fmt::Display for Rail {
             write!(f, " lid {lid}")?;
         }
         match &self.gid {
-            Some(gid) if self.lid.is_none() => write!(f, " {gid}"),
-            _ => Ok(()),
+            Some(gid) if self.lid.is_none() => write!(f, " {gid}")?,
+            _ => {}
+        }
+        match &self.bond {
+            Some(bond) => write!(f, " over {}", listed(&bond.members)),
+            None => Ok(()),
         }
     }
 }

@@ -44,7 +44,7 @@ impl Sysfs {
         let resolved = self.root.join(path).canonicalize().ok()?;
         resolved.starts_with(&self.root).then_some(resolved)
     }
-    /// What a file says, on one line, without what is not printable. `None` if that is nothing.
+    /// What a file says, on one line, without what is not printable ASCII. `None` if that is nothing.
     pub fn text(&self, path: impl AsRef<Path>) -> Option<String> {
         let path = self.resolve(path)?;
         // A pipe in a copied tree must not block the open.
@@ -60,7 +60,7 @@ impl Sysfs {
         if bytes.len() as u64 > most {
             return None;
         }
-        let clean = |c: char| if c.is_control() { ' ' } else { c };
+        let clean = |c: char| if c.is_ascii_graphic() { c } else { ' ' };
         let text: String = String::from_utf8_lossy(&bytes[..end]).chars().map(clean).collect();
         let text = text.trim();
         (!text.is_empty()).then(|| text.to_string())

@@ -80,7 +80,7 @@ impl Port {
         let guid = name.bytes().fold(limits.node_guid, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
         });
-        let pkey_index = rail.pkey_index(sysfs).map_err(refused)?;
+        let pkey_index = rail.pkey_index_now(sysfs).map_err(refused)?;
         Ok(Self {
             about: About { name, guid },
             rail: rail.clone(),
@@ -175,6 +175,11 @@ impl Port {
     /// Where packets to a peer go.
     fn route(&self, peer: &End) -> Result<Option<GlobalRoute>> {
         let wanted = self.rail.link_layer != LinkLayer::InfiniBand;
+        if !wanted && peer.lid == 0 {
+            return Err(Error::new(ErrorKind::NoPath, "the peer's NIC is on no InfiniBand fabric")
+                .with("rail", &self.rail)
+                .hint("name NICs of one kind on both hosts, in one order (--nic)"));
+        }
         let (Some(gid), true) = (&self.rail.gid, wanted || peer.gid != [0; 16]) else {
             return Ok(None);
         };
