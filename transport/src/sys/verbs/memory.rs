@@ -96,6 +96,15 @@ unsafe impl Send for ProtectionDomain {}
 // SAFETY: as above.
 unsafe impl Sync for ProtectionDomain {}
 
+/// How memory of a GPU came to be registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpuWay {
+    /// By its dma-buf.
+    Dmabuf,
+    /// By its address.
+    Peermem,
+}
+
 /// What became of a dma-buf.
 #[derive(Debug)]
 pub enum Dmabuf {
@@ -183,6 +192,43 @@ impl ProtectionDomain {
             return Err(not_registered(errno, part.bytes, e, memlock_bytes()));
         };
         Ok(Dmabuf::Registered(MemoryRegion::new(self, raw, None, part.iova, part.bytes)))
+    }
+}
+
+impl ProtectionDomain {
+    /// Registers memory of a GPU: by its dma-buf, if there is one and NIC and kernel take it, else by
+    /// its address, for which the GPU's driver has a module (nvidia-peermem).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Memory`] with what became of either way.
+    pub fn register_gpu(
+        self: &Arc<Self>,
+        range: Range,
+        dmabuf: Option<DmabufRange<'_>>,
+        access: Access,
+    ) -> Result<(MemoryRegion, GpuWay)> {
+        let owner = range.owner.clone();
+        let by_dmabuf = match dmabuf.map(|part| self.register_dmabuf(part, access)) {
+            Some(Ok(Dmabuf::Registered(mut region))) => {
+                region.owner = Some(owner);
+                return Ok((region, GpuWay::Dmabuf));
+            }
+            Some(Ok(Dmabuf::Unsupported(e)) | Err(e)) => e.to_string(),
+            None => "the GPU's driver exports none".to_owned(),
+        };
+        let (address, bytes) = (range.address, range.bytes);
+        self.register(range, access).map(|region| (region, GpuWay::Peermem)).map_err(|e| {
+            Error::new(ErrorKind::Memory, "memory of a GPU cannot be registered")
+                .with("nic", &self.context.info().name)
+                .with("address", format!("{address:#x}"))
+                .with("bytes", bytes)
+                .with("by_dmabuf", by_dmabuf)
+                .with("by_peermem", e)
+                .hint(
+                    "modprobe nvidia-peermem, or use the GPU driver's open kernel modules with \
+                     Linux 5.12 and rdma-core 34 for dma-buf",
+                )
+        })
     }
 }
 

@@ -28,7 +28,7 @@ pub use device::{
     PortAttributes, PortState, Transport,
 };
 pub use event::{AsyncEvent, PairEvent};
-pub use memory::{Access, Dmabuf, DmabufRange, MemoryRegion, ProtectionDomain, Range};
+pub use memory::{Access, Dmabuf, DmabufRange, GpuWay, MemoryRegion, ProtectionDomain, Range};
 pub use pair::{GlobalRoute, PairDepths, QueuePair, State, ToInit, ToReceive, ToSend};
 pub use post::{INLINE_BYTES_MAX, PostFailed, PushRefused, SendBatch};
 pub use queue::{
