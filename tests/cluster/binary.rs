@@ -4,11 +4,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// Where the binary is. Cargo's own lock of the target directory keeps two builds apart; the
+/// Where the binary is; `KVLANE_BIN` names one that was built already. Cargo's own lock of the target directory keeps two builds apart; the
 /// directory is not that of any other build, so that no release binary ever gets the hooks.
 pub(crate) fn path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
+        // Where nothing can be built.
+        if let Some(built) = std::env::var_os("KVLANE_BIN") {
+            return built.into();
+        }
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         let target = root.join("target").join("fault-injection");
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());

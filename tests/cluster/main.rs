@@ -26,6 +26,7 @@ mod kills;
 mod network;
 mod nics;
 mod progress;
+mod rdma;
 mod restarts;
 mod reuse;
 mod rooms;

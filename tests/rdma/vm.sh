@@ -126,12 +126,12 @@ CTL=$(mktemp -d "${TMPDIR:-/tmp}/kvlane-rdma-vm.XXXXXX"); trap 'rm -rf "$CTL"' E
   for e in ${ENVS[@]+"${ENVS[@]}"}; do case $e in *=*) printf 'export %s=%q\n' "${e%%=*}" "${e#*=}";; *) printf 'export %s=%q\n' "$e" "${!e-}";; esac; done
   printf 'exec'; printf ' %q' "$@"; echo; } >"$CTL/cmd"
 cat >"$CTL/stage2" <<'STAGE2'
-export PATH=/root/.cargo/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root KVLANE_RDMA=must TERM=dumb
+export PATH=/root/.cargo/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb
 out=/dev/vport0p1; ctl=/dev/vport0p2
 for p in /sys/class/virtio-ports/*; do n=$(cat $p/name); d=/dev/$(basename $p); case $n in out) out=$d;; ctl) ctl=$d;; esac; done
 fin() { echo "$1" >$ctl; sync; echo "uptime at end: $(cat /proc/uptime)" >/dev/console; busybox poweroff -f; }
 bad() { echo "vm.sh: topology: $*" >/dev/console; echo bad >$ctl; busybox poweroff -f; }
-. /run/kvlane-rdma-vm/topo
+. /run/kvlane-rdma-vm/topo; export KVLANE_RDMA=$TOPO
 ip link set lo up
 echo "uptime in userspace: $(cat /proc/uptime)" >/dev/console
 nic() { # veth pair $1-$2 as two NICs of one host joined by a wire: allow each end to hear the other's local address

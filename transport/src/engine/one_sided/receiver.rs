@@ -561,12 +561,13 @@ impl<P: Pair> Inbound<P> {
         // Posted before the sender may count on them.
         pair.post_receives((about.taken - about.posted) as u32);
         about.posted = about.taken;
-        if about.taken - about.told >= COUNT_EVERY && !about.telling {
-            if pair.sends_mut().write_word(about.credit, about.taken) {
-                pair.sends_mut().ring();
-                turn.rails[about.rail].hca.kick();
-                (about.told, about.telling) = (about.taken, true);
-            }
+        if about.taken - about.told >= COUNT_EVERY
+            && !about.telling
+            && pair.sends_mut().write_word(about.credit, about.taken)
+        {
+            pair.sends_mut().ring();
+            turn.rails[about.rail].hca.kick();
+            (about.told, about.telling) = (about.taken, true);
         }
         Ok(true)
     }
