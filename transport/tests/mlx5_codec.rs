@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // Tests fail by panicking.
 
 mod mlx5dv;
+#[path = "common/rdma_core.rs"]
+mod rdma_core;
 
 use std::ops::Range;
 

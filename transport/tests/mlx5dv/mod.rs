@@ -10,38 +10,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
+use super::rdma_core::compiled;
 use super::*;
 use kvlane_transport::mlx5::ENTRY_BYTES;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 
-const HEADER: &str = "/usr/include/infiniband/mlx5dv.h";
 const CASES: usize = 5000;
 
 /// The program, made once; `None` if this machine lacks the header.
 fn program() -> Option<&'static Path> {
     static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let make = || {
-        if !Path::new(HEADER).exists() {
-            let must = std::env::var("KVLANE_MLX5DV").is_ok_and(|v| v == "must");
-            assert!(!must, "{HEADER} is missing: install libibverbs-dev");
-            eprintln!("skipped: {HEADER} is missing (libibverbs-dev)");
-            return None;
-        }
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-        let to = folder.join(format!("mlx5dv-answer-{}", std::process::id()));
-        let from = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mlx5dv/answer.c");
-        let made = Command::new("cc")
-            .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-o"])
-            .args([&to, Path::new(from)])
-            .output()
-            .unwrap();
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        // Another run at the same time must not find half of it.
-        let program = folder.join("mlx5dv-answer");
-        std::fs::rename(to, &program).unwrap();
-        Some(program)
-    };
+    let make = || compiled("infiniband/mlx5dv.h", "mlx5dv-answer", include_str!("answer.c"));
     PROGRAM.get_or_init(make).as_deref()
 }
 

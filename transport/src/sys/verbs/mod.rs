@@ -98,3 +98,38 @@ fn set_nonblocking(fd: c_int) -> std::result::Result<(), c_int> {
     };
     if set { Ok(()) } else { Err(errno()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_absent_library_is_refused_by_name_with_the_fix() {
+        let e = Verbs::load_from("libibverbs-absent.so.1").unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Config);
+        let e = e.to_string();
+        assert!(e.contains("tried=libibverbs-absent.so.1"), "{e}");
+        assert!(e.contains("No such file or directory"), "{e}");
+        assert!(e.ends_with("fix: apt-get install libibverbs1 ibverbs-providers"), "{e}");
+    }
+
+    #[test]
+    fn a_library_that_lacks_a_function_is_refused_with_its_name() {
+        let e = Verbs::load_from("libc.so.6").unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Config);
+        let e = e.to_string();
+        assert!(e.contains("libc.so.6 has no ibv_get_device_list"), "{e}");
+        assert!(e.contains("rdma-core 32"), "{e}");
+    }
+
+    #[test]
+    fn what_a_call_returned_is_an_errno() {
+        assert_eq!(check(0), Ok(()));
+        assert_eq!((check(libc::EINVAL), check(-libc::EINVAL)), (Err(22), Err(22)));
+        let e = failed("ibv_query_port", "mlx5_0", libc::EINVAL).to_string();
+        assert!(
+            e.starts_with("io: ibv_query_port failed (device=mlx5_0, errno=Invalid arg"),
+            "{e}"
+        );
+    }
+}
