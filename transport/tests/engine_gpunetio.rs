@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use engine_conformance::nics::{Nics, all, arrived, fenced, finish, revoke, said, whys};
-use engine_conformance::one_sided::{downs, pools, quiesced, until_up};
-use engine_conformance::{CANARY, LINK, PATIENCE, Pair, Pool, Rng, layout, peer, run};
+use engine_conformance::one_sided::{downs, many_revokes, pools, quiesced, until_up};
+use engine_conformance::{CANARY, LINK, PATIENCE, Pair, Pool, Rng, layout, listen, peer, run};
 
 use kvlane_proto::layout::KvKind;
 use kvlane_proto::{Device, Error, ErrorKind, GrantId, LaneId, PartId, PoolMap, Role, limits};
@@ -366,86 +366,12 @@ fn times(variable: &str, usual: u64) -> u64 {
 /// more than the usual ten thousand.
 #[test]
 fn nothing_lands_after_any_of_many_revokes() {
-    const LANES: u16 = 32;
-    const BLOCKS: u32 = 64;
-    const PAGE: u32 = 128;
     let nics = Nics::new(2);
     // On one of them, writes are on their way for some time.
     nics.control(1).fault(&all(What::Delay { us: 50 })).unwrap();
-    let mut p = nics.pair(16);
-    let (src, dst) = pools(&mut p, PAGE, BLOCKS * u32::from(LANES));
-    p.connect(LANES);
-    let area = |lane: u16| u32::from(lane) * BLOCKS..(u32::from(lane) + 1) * BLOCKS;
-    let of = |lane: u16| {
-        let ids: Vec<u32> = area(lane).collect();
-        // Parts longer than the ring.
-        let part_bytes = u64::from(20 * PAGE);
-        (src.source(&ids, part_bytes), dst.plan(&backwards(area(lane)), part_bytes))
-    };
-    let plans: Vec<_> = (0..LANES).map(of).collect();
-    let canaries = |lane: u16| {
-        let bytes = (PAGE * BLOCKS) as usize;
-        let address = dst.region.address() + u64::from(lane) * bytes as u64;
-        let read = dst.read(address, bytes);
-        dst.write(address, &vec![CANARY; bytes]);
-        read.iter().filter(|&&b| b != CANARY).count()
-    };
-    let mut rng = Rng(0x5eed_f00d);
-    let mut seen = [0u64; 3];
-    let revokes = times("KVLANE_REVOKES", 10_000);
-    for n in 0..revokes {
-        let lane = (n % u64::from(LANES)) as u16;
-        let grant = 1 + n;
-        if n >= u64::from(LANES) {
-            until_up(&mut p, lane);
-            // Since the proof of the grant before: a whole round of the other lanes.
-            assert_eq!(
-                canaries(lane),
-                0,
-                "a byte landed after the proof of a grant on lane {lane}"
-            );
-            p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(grant - u64::from(LANES)) });
-        }
-        forget(&mut p, lane, grant);
-        let (from, to) = &plans[usize::from(lane)];
-        p.open_on(grant, &[lane], to);
-        for part in 0..from.grid().parts() {
-            p.post(grant, part, lane, from);
-        }
-        for _ in 0..rng.next() % 40 {
-            p.poll_tx();
-            std::thread::yield_now();
-        }
-        p.tell_rx(Command::Fence { grant: GrantId(grant), how: FenceHow::Revoke });
-        for _ in 0..rng.next() % 3 {
-            p.poll_tx();
-        }
-        engine_conformance::one_sided::alone(&mut p, grant);
-        let landed = canaries(lane);
-        seen[match landed {
-            0 => 0,
-            all if all == (PAGE * BLOCKS) as usize => 2,
-            _ => 1,
-        }] += 1;
-    }
-    println!("none, some and all of a grant had landed at {seen:?} revokes");
-    assert!(
-        seen.iter().all(|&n| n > revokes / 100),
-        "the revokes are all too early or late: {seen:?}"
-    );
+    // Parts are longer than the ring.
+    many_revokes(&mut nics.pair(16), 32, times("KVLANE_REVOKES", 10_000));
     assert_eq!(control_stats(&nics, |s| s.rnr), 0);
-}
-
-/// Forgets what was said, but for the last word on each lane but `lane`.
-fn forget(p: &mut Pair, lane: u16, grant: u64) {
-    let old = |e: &EngineEvent| match e {
-        EngineEvent::LaneUp { lane: l, .. } | EngineEvent::LaneDown { lane: l, .. } => l.0 == lane,
-        EngineEvent::Fenced(f) => f.grant().0 < grant,
-        _ => true,
-    };
-    for events in [&mut p.from_tx, &mut p.from_rx] {
-        events.retain(|e| !old(e));
-    }
 }
 
 fn control_stats(
@@ -654,16 +580,6 @@ fn a_nic_in_place_of_one_that_the_peer_has_lost_costs_its_lanes_only() {
         p.settle();
         assert_eq!(downs(&p.from_tx), [], "it is not tried again and again");
     }
-}
-
-fn listen(p: &mut Pair, lanes: u16) {
-    for receiver in [true, false] {
-        let peer = peer(if receiver { Role::Prefill } else { Role::Decode });
-        let listen = Command::Listen { link: LINK, peer, lanes, receiver };
-        if receiver { p.tell_rx(listen) } else { p.tell_tx(listen) }
-    }
-    p.until("blobs", |p| !p.from_tx.is_empty() && !p.from_rx.is_empty());
-    p.exchange();
 }
 
 #[test]

@@ -4,7 +4,7 @@ use kvlane_proto::layout::KvKind;
 use kvlane_proto::{ErrorKind, GrantId, LaneId, LinkId};
 use kvlane_transport::engine::{Command, EngineEvent, FenceHow, SendGrant};
 
-use super::{CANARY, LINK, Make, Pair, Pool, layout};
+use super::{CANARY, LINK, Make, Pair, Pool, Rng, layout};
 
 /// Rules that need nothing but two engines.
 pub fn run(make: Make<'_>) {
@@ -254,4 +254,83 @@ fn a_lane_that_is_reset_comes_up_again(make: Make<'_>) {
     p.open(100, 2, &to);
     p.send_all(100, 2, &from);
     assert_eq!(dst.touched(), 64 * 4096);
+}
+
+/// Revokes at any moment of many parts, on one lane after the other: what was given back stays as it
+/// is, until the lane's next turn.
+pub fn many_revokes(p: &mut Pair, lanes: u16, revokes: u64) {
+    const BLOCKS: u32 = 64;
+    const PAGE: u32 = 128;
+    let (src, dst) = pools(p, PAGE, BLOCKS * u32::from(lanes));
+    p.connect(lanes);
+    let area = |lane: u16| u32::from(lane) * BLOCKS..(u32::from(lane) + 1) * BLOCKS;
+    let of = |lane: u16| {
+        let ids: Vec<u32> = area(lane).collect();
+        let part_bytes = u64::from(20 * PAGE);
+        // No block lies behind its neighbour, so that each page is a write.
+        let backwards: Vec<u32> = area(lane).rev().collect();
+        (src.source(&ids, part_bytes), dst.plan(&backwards, part_bytes))
+    };
+    let plans: Vec<_> = (0..lanes).map(of).collect();
+    let canaries = |lane: u16| {
+        let bytes = (PAGE * BLOCKS) as usize;
+        let address = dst.region.address() + u64::from(lane) * bytes as u64;
+        let read = dst.read(address, bytes);
+        dst.write(address, &vec![CANARY; bytes]);
+        read.iter().filter(|&&b| b != CANARY).count()
+    };
+    let mut rng = Rng(0x5eed_f00d);
+    let mut seen = [0u64; 3];
+    for n in 0..revokes {
+        let lane = (n % u64::from(lanes)) as u16;
+        let grant = 1 + n;
+        if n >= u64::from(lanes) {
+            until_up(p, lane);
+            // Since the proof of the grant before: a whole round of the other lanes.
+            assert_eq!(
+                canaries(lane),
+                0,
+                "a byte landed after the proof of a grant on lane {lane}"
+            );
+            p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(grant - u64::from(lanes)) });
+        }
+        forget(p, lane, grant);
+        let (from, to) = &plans[usize::from(lane)];
+        p.open_on(grant, &[lane], to);
+        for part in 0..from.grid().parts() {
+            p.post(grant, part, lane, from);
+        }
+        for _ in 0..rng.next() % 40 {
+            p.poll_tx();
+            std::thread::yield_now();
+        }
+        p.tell_rx(Command::Fence { grant: GrantId(grant), how: FenceHow::Revoke });
+        for _ in 0..rng.next() % 3 {
+            p.poll_tx();
+        }
+        alone(p, grant);
+        let landed = canaries(lane);
+        seen[match landed {
+            0 => 0,
+            all if all == (PAGE * BLOCKS) as usize => 2,
+            _ => 1,
+        }] += 1;
+    }
+    println!("none, some and all of a grant had landed at {seen:?} revokes");
+    assert!(
+        seen[0] + seen[2] < revokes && seen.iter().filter(|&&n| n > revokes / 100).count() > 1,
+        "the revokes are all too early or late: {seen:?}"
+    );
+}
+
+/// Forgets what was said, but for the last word on each lane but `lane`.
+fn forget(p: &mut Pair, lane: u16, grant: u64) {
+    let old = |e: &EngineEvent| match e {
+        EngineEvent::LaneUp { lane: l, .. } | EngineEvent::LaneDown { lane: l, .. } => l.0 == lane,
+        EngineEvent::Fenced(f) => f.grant().0 < grant,
+        _ => true,
+    };
+    for events in [&mut p.from_tx, &mut p.from_rx] {
+        events.retain(|e| !old(e));
+    }
 }
