@@ -197,13 +197,22 @@ pub(crate) async fn beside<T>(
     tokio::join!(work, rooms).0
 }
 
-/// A reservation of this pair has to fail; why.
+/// A reservation of this pair has to fail, once the router has heard of what happened; why.
 pub(crate) async fn refused(
     router: &Router,
     prefill: &Worker,
     decode: &Worker,
 ) -> (ErrorKind, String) {
-    let asked = router.coordinator.reserve(Router::request(prefill, decode, 100));
-    let e = within("a reservation", asked).await.map(|_| ()).unwrap_err();
+    let refusal = async {
+        loop {
+            let asked = router.coordinator.reserve(Router::request(prefill, decode, 100)).await;
+            match asked {
+                Err(e) => return e,
+                Ok(early) => router.coordinator.abort_room(early.room, "too early"),
+            };
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    };
+    let e = within("the refusal of a reservation", refusal).await;
     (e.kind(), e.to_string())
 }
