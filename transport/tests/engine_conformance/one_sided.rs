@@ -257,23 +257,29 @@ fn a_lane_that_is_reset_comes_up_again(make: Make<'_>) {
 }
 
 /// Revokes at any moment of many parts, on one lane after the other: what was given back stays as it
-/// is, until the lane's next turn.
-pub fn many_revokes(p: &mut Pair, lanes: u16, revokes: u64) {
+/// is, until the lane's next turn. The sender has fewer than `turns` before it. Says at how many of them
+/// nothing, some and all of a grant had landed.
+pub fn many_revokes(
+    p: &mut Pair,
+    lanes: u16,
+    revokes: u64,
+    page_bytes: u32,
+    turns: u64,
+) -> [u64; 3] {
     const BLOCKS: u32 = 64;
-    const PAGE: u32 = 128;
-    let (src, dst) = pools(p, PAGE, BLOCKS * u32::from(lanes));
+    let (src, dst) = pools(p, page_bytes, BLOCKS * u32::from(lanes));
     p.connect(lanes);
     let area = |lane: u16| u32::from(lane) * BLOCKS..(u32::from(lane) + 1) * BLOCKS;
     let of = |lane: u16| {
         let ids: Vec<u32> = area(lane).collect();
-        let part_bytes = u64::from(20 * PAGE);
+        let part_bytes = u64::from(20 * page_bytes);
         // No block lies behind its neighbour, so that each page is a write.
         let backwards: Vec<u32> = area(lane).rev().collect();
         (src.source(&ids, part_bytes), dst.plan(&backwards, part_bytes))
     };
     let plans: Vec<_> = (0..lanes).map(of).collect();
     let canaries = |lane: u16| {
-        let bytes = (PAGE * BLOCKS) as usize;
+        let bytes = (page_bytes * BLOCKS) as usize;
         let address = dst.region.address() + u64::from(lane) * bytes as u64;
         let read = dst.read(address, bytes);
         dst.write(address, &vec![CANARY; bytes]);
@@ -300,7 +306,7 @@ pub fn many_revokes(p: &mut Pair, lanes: u16, revokes: u64) {
         for part in 0..from.grid().parts() {
             p.post(grant, part, lane, from);
         }
-        for _ in 0..rng.next() % 40 {
+        for _ in 0..rng.next() % turns {
             p.poll_tx();
             std::thread::yield_now();
         }
@@ -312,15 +318,12 @@ pub fn many_revokes(p: &mut Pair, lanes: u16, revokes: u64) {
         let landed = canaries(lane);
         seen[match landed {
             0 => 0,
-            all if all == (PAGE * BLOCKS) as usize => 2,
+            all if all == (page_bytes * BLOCKS) as usize => 2,
             _ => 1,
         }] += 1;
     }
     println!("none, some and all of a grant had landed at {seen:?} revokes");
-    assert!(
-        seen[0] + seen[2] < revokes && seen.iter().filter(|&&n| n > revokes / 100).count() > 1,
-        "the revokes are all too early or late: {seen:?}"
-    );
+    seen
 }
 
 /// Forgets what was said, but for the last word on each lane but `lane`.
