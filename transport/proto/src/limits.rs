@@ -115,6 +115,9 @@ pub const RETRY_MS: u64 = 10;
 pub const RETRY_MAX_MS: u64 = 1_000;
 /// A lane with parts in flight on which nothing moves for so long is given up.
 pub const PART_TIMEOUT_MS: u64 = 5_000;
+/// Without a completion for so long, work requests that a NIC has count as lost: longer than it may
+/// retry by itself, and before the part that they are of is given up.
+pub const COMPLETION_MS: u64 = 4_000;
 /// Tries of one part before the room fails.
 pub const PART_TRIES_MAX: u32 = 16;
 /// Allowance for two clocks that run at different speeds, in thousandths.

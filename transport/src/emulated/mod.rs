@@ -16,5 +16,7 @@ pub mod layout;
 pub mod serve;
 pub mod stats;
 mod trace;
+#[doc(hidden)]
+pub mod verbs;
 
 pub use device::Config;

@@ -86,8 +86,8 @@ struct About {
     taken: u64,
     posted: u64,
     told: u64,
-    /// A count is under way.
-    telling: bool,
+    /// A count is under way since then.
+    telling: Option<Time>,
 }
 
 impl About {
@@ -196,7 +196,7 @@ impl<P: Pair> Inbound<P> {
         match &self.state {
             State::Empty => self.invited.is_some(),
             State::Paired { .. } | State::Leaving { .. } => true,
-            State::Up { about, .. } => !about.bound.is_empty() || about.telling,
+            State::Up { about, .. } => !about.bound.is_empty() || about.telling.is_some(),
         }
     }
     /// The NIC of its queue pair.
@@ -472,7 +472,7 @@ impl<P: Pair> Inbound<P> {
             taken: 0,
             posted: 0,
             told: 0,
-            telling: false,
+            telling: None,
         };
         tracing::debug!(lane = self.lane.0, epoch, end = ?pair.end(), "answers with a queue pair");
         let deadline = turn.now.plus_ms(limits::HANDSHAKE_MS);
@@ -541,7 +541,7 @@ impl<P: Pair> Inbound<P> {
                     }
                 }
                 What::Sent if pair.sends_mut().completed(found.index).is_some() => {
-                    about.telling = false;
+                    about.telling = None;
                 }
                 // The first one: those behind it only say that the queue pair is in error.
                 What::SendFailed(fault) | What::ReceiveFailed(fault) => {
@@ -554,6 +554,12 @@ impl<P: Pair> Inbound<P> {
                 }
             }
         }
+        let is_late = |from: Time| turn.now >= from.plus_ms(limits::COMPLETION_MS);
+        if about.telling.is_some_and(is_late) {
+            let what = "a NIC does not complete the count of parts for the sender";
+            let e = scene.error(ErrorKind::DeadlineExceeded, what);
+            return Err(e.with("limit_ms", limits::COMPLETION_MS).to_refusal());
+        }
         if !moved && about.posted == about.taken {
             return Ok(false);
         }
@@ -562,12 +568,12 @@ impl<P: Pair> Inbound<P> {
         pair.post_receives((about.taken - about.posted) as u32);
         about.posted = about.taken;
         if about.taken - about.told >= COUNT_EVERY
-            && !about.telling
+            && about.telling.is_none()
             && pair.sends_mut().write_word(about.credit, about.taken)
         {
             pair.sends_mut().ring();
             turn.rails[about.rail].hca.kick();
-            (about.told, about.telling) = (about.taken, true);
+            (about.told, about.telling) = (about.taken, Some(turn.now));
         }
         Ok(true)
     }

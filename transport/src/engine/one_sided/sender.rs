@@ -140,6 +140,8 @@ pub(super) struct Outbound<P> {
     rest: Rest,
     /// In the ring, in order.
     flights: VecDeque<Flight>,
+    /// When the ring was empty last, or something of it completed.
+    progress_at: Time,
 }
 
 impl<P: Pair> Outbound<P> {
@@ -155,6 +157,7 @@ impl<P: Pair> Outbound<P> {
             current: None,
             rest: Rest::default(),
             flights: VecDeque::new(),
+            progress_at: Time(0),
         }
     }
     /// Which queue pair the lane has, if it is up.
@@ -370,7 +373,7 @@ impl<P: Pair> Outbound<P> {
             .with("peer", turn.peer)
             .with("limit_ms", limits::HANDSHAKE_MS)
             .to_refusal()),
-            State::Up { .. } => self.complete(turn).and_then(|moved| Ok(moved | self.fill(turn)?)),
+            State::Up { .. } => self.carry(turn),
             State::Leaving { .. } => return self.leave(turn),
             State::Dead { .. } => return false,
         };
@@ -390,8 +393,11 @@ impl<P: Pair> Outbound<P> {
                 let full = pair.sends().free() == 0;
                 if pair.is_ready() {
                     Some(Time(0))
+                } else if waits && !full {
+                    Some(now.plus_ms(CREDIT_LOOK_MS))
                 } else {
-                    (waits && !full).then(|| now.plus_ms(CREDIT_LOOK_MS))
+                    let posted = waits || !self.flights.is_empty();
+                    posted.then(|| self.progress_at.plus_ms(limits::COMPLETION_MS))
                 }
             }
             State::Leaving { leaving, .. } => leaving.park(),
@@ -417,8 +423,12 @@ impl<P: Pair> Outbound<P> {
                 self.state = State::Pairing { pair, credit, deadline };
             }
             Err(e) => {
-                let why = turn.rail.hca.named(e).with("lane", self.lane.0).to_refusal();
-                tracing::debug!(%why, "no queue pair");
+                let e = turn.rail.hca.named(e).with("lane", self.lane.0);
+                let why = e.to_refusal();
+                // Once an outage, also if its first reason was told.
+                if self.reported && self.attempt == 1 {
+                    turn.events.push(EngineEvent::Trouble(e));
+                }
                 self.report(turn, &why);
                 self.wait(turn);
             }
@@ -470,6 +480,26 @@ impl<P: Pair> Outbound<P> {
         true
     }
 
+    /// Takes completions and posts; an error if there should have been some.
+    fn carry(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<bool, Refusal> {
+        let completed = self.complete(turn)?;
+        if completed || self.flights.is_empty() && self.current.is_none() {
+            self.progress_at = turn.now;
+        } else if turn.now >= self.progress_at.plus_ms(limits::COMPLETION_MS) {
+            let State::Up { pair, end, .. } = &self.state else { return Ok(false) };
+            let (hca, number) = (&turn.rail.hca, pair.end().number);
+            let scene = Scene { hca, number, end: *end, peer: turn.peer };
+            let task = self.held().next();
+            let why = "a NIC does not complete what was posted";
+            let e = scene.error(ErrorKind::DeadlineExceeded, why);
+            let e = e.with("limit_ms", limits::COMPLETION_MS).hint(format!(
+                "the lane is made again; if it recurs, look at the NIC and its driver: {}",
+                hca.see()
+            ));
+            return Err(of_part(e, task).to_refusal());
+        }
+        Ok(completed | self.fill(turn)?)
+    }
     /// Takes what completions there are.
     fn complete(&mut self, turn: &mut Turn<'_, impl Nic<Pair = P>>) -> Result<bool, Refusal> {
         let State::Up { pair, end, .. } = &mut self.state else { return Ok(false) };
@@ -617,6 +647,10 @@ fn fault(scene: &Scene<'_, impl Nic>, found: Completion, task: Option<&Task>) ->
             scene.error(ErrorKind::Malformed, what).with("found", format!("{found:?}"))
         }
     };
+    of_part(error, task)
+}
+
+fn of_part(error: Error, task: Option<&Task>) -> Error {
     match task {
         Some(task) => error.with("grant", task.grant).with("part", task.part.0),
         None => error,

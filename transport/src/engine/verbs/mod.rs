@@ -10,6 +10,7 @@ mod pair;
 use kvlane_proto::{Result, limits};
 
 pub use self::nic::Port;
+pub use self::pair::Ring;
 use super::one_sided::{ENTRIES, OneSided};
 use crate::devices::{Choice, Machine, Sysfs, Target, Wishes, choose};
 use crate::sys::verbs::Verbs;

@@ -1,0 +1,455 @@
+//! The `verbs` engine over a provider in this process that fails on demand: what soft-RoCE cannot do.
+#![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)] // Tests fail by panicking.
+
+mod engine_conformance;
+mod sysfs_tree;
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use engine_conformance::nics::{arrived, finish, revoke, whys};
+use engine_conformance::one_sided::{downs, many_revokes, pools, quiesced, until_up};
+use engine_conformance::{CANARY, LINK, Pair, Pool, listen, run};
+use sysfs_tree::Tree;
+
+use kvlane_proto::{ErrorKind, GrantId, limits};
+use kvlane_transport::devices::{Sysfs, Wishes};
+use kvlane_transport::emulated::verbs::{Device, Knobs};
+use kvlane_transport::engine::one_sided::wire::Message;
+use kvlane_transport::engine::verbs::{VerbsConfig, VerbsEngine};
+use kvlane_transport::engine::{Command, Engine, EngineEvent};
+use kvlane_transport::memory::Region;
+use kvlane_transport::sys::verbs::{Access, DmabufRange, GpuWay, ProtectionDomain, Range};
+
+const GIB: u64 = 1 << 30;
+
+/// A host with some NICs of one port each.
+struct Host {
+    tree: Tree,
+    names: Vec<String>,
+    nics: Vec<Device>,
+}
+
+impl Host {
+    fn new(count: usize) -> Self {
+        Self::with(count, &Knobs::default())
+    }
+    /// Their GIDs are as in sysfs, unless they are given.
+    fn with(count: usize, knobs: &Knobs) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let tree = Tree::new();
+        let (mut names, mut nics) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            let n = NUMBER.fetch_add(1, Ordering::Relaxed);
+            let (name, [high, low]) = (format!("fake_{n}"), [n / 250, n % 250 + 1]);
+            tree.nic(&name, None, 0).roce(&format!("eth{n}"), &format!("10.7.{high}.{low}"));
+            let gid = mapped([10, 7, high as u8, low as u8]);
+            let gids = vec![(2, gid, false, 0), (3, gid, true, 0)];
+            nics.push(Device::new(&name, Knobs { gids, ..knobs.clone() }));
+            names.push(name);
+        }
+        Self { tree, names, nics }
+    }
+    fn try_engine(&self, entries: u32) -> kvlane_proto::Result<Box<dyn Engine>> {
+        let wishes = Wishes { nics: self.names.clone(), ..Wishes::default() };
+        let config = VerbsConfig { wishes, entries, ..VerbsConfig::default() };
+        let sysfs = Sysfs::new(self.tree.root());
+        Ok(Box::new(VerbsEngine::by(&Device::verbs(), &sysfs, &config)?))
+    }
+    fn engine(&self, entries: u32) -> Box<dyn Engine> {
+        self.try_engine(entries).unwrap()
+    }
+}
+
+fn mapped([a, b, c, d]: [u8; 4]) -> [u8; 16] {
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255, 255, a, b, c, d]
+}
+
+/// Two hosts, and an engine on each.
+struct Bed {
+    from: Host,
+    to: Host,
+    p: Pair,
+}
+
+impl Bed {
+    fn new(rails: usize) -> Self {
+        let (from, to) = (Host::new(rails), Host::new(rails));
+        let p = Pair::new((from.engine(64), to.engine(64)));
+        Self { from, to, p }
+    }
+}
+
+fn backwards(blocks: u32) -> Vec<u32> {
+    (0..blocks).rev().collect()
+}
+
+#[test]
+fn it_conforms() {
+    let (from, to) = (Host::new(1), Host::new(1));
+    run(&|| (from.engine(2048), to.engine(2048)));
+    assert_eq!((from.nics[0].holds(), to.nics[0].holds()), ((0, 0), (0, 0)), "nothing is left");
+}
+
+#[test]
+fn it_conforms_over_two_rails_with_rings_smaller_than_parts() {
+    let (from, to) = (Host::new(2), Host::new(2));
+    run(&|| (from.engine(16), to.engine(16)));
+}
+
+#[test]
+fn nothing_lands_after_any_of_many_revokes() {
+    let Bed { from, mut p, .. } = Bed::new(2);
+    // On one of them, the sender hears late of what has landed.
+    from.nics[1].set(|knobs| knobs.delay = Duration::from_micros(200));
+    many_revokes(&mut p, 8, 2_000, 128, 3);
+}
+
+#[test]
+fn writes_on_the_wire_do_not_land_after_the_proof() {
+    let Bed { from, mut p, .. } = Bed::new(1);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(2);
+    let ids: Vec<u32> = (0..16).collect();
+    let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&backwards(16), 4 * 4096));
+    from.nics[0].set(|knobs| knobs.holds = true);
+    p.open(1, 2, &plan);
+    for part in 0..4 {
+        p.post(1, part, (part % 2) as u16, &source);
+    }
+    p.settle();
+    assert!(arrived(&p, 1).is_empty() && dst.touched() == 0);
+    revoke(&mut p, 1);
+    from.nics[0].set(|knobs| knobs.holds = false);
+    p.settle();
+    assert_eq!(dst.touched(), 0, "a byte landed after the proof");
+    // And without a proof it would.
+    until_up(&mut p, 0);
+    until_up(&mut p, 1);
+    from.nics[0].set(|knobs| knobs.holds = true);
+    p.open(2, 2, &plan);
+    p.post(2, 0, 0, &source);
+    p.settle();
+    from.nics[0].set(|knobs| knobs.holds = false);
+    p.until("part", |p| arrived(p, 2) == [0]);
+    assert_eq!(dst.touched(), 4 * 4096);
+}
+
+#[test]
+fn a_pool_beyond_the_longest_region_is_registered_in_pieces() {
+    let knobs = Knobs { max_region_bytes: GIB, ..Knobs::default() };
+    let (from, to) = (Host::with(1, &knobs), Host::with(1, &knobs));
+    let mut p = Pair::new((from.engine(64), to.engine(64)));
+    // 2.5 GiB of pages of 1 MiB; nobody touches most of them.
+    let (src, dst) = pools_of(&mut p, 1 << 20, 2560);
+    p.connect(1);
+    // Those on either side of a piece's end, and some beyond.
+    let ids = [0, 1023, 1024, 2047, 2048, 2559];
+    let marks = |n: usize| vec![n as u8 + 1; 1 << 20];
+    for (n, id) in ids.iter().enumerate() {
+        src.write(src.region.address() + (u64::from(*id) << 20), &marks(n));
+    }
+    let there = [2559, 0, 1025, 1022, 2049, 2046];
+    p.open(1, 1, &dst.plan(&there, 2 << 20));
+    p.send_all(1, 1, &src.source(&ids, 2 << 20));
+    for (n, id) in there.iter().enumerate() {
+        let found = dst.read(dst.region.address() + (u64::from(*id) << 20), 1 << 20);
+        assert_eq!(found, marks(n), "block {id}");
+    }
+    finish(&mut p, 1);
+    // Three pieces, and at the sender a word of credit.
+    assert_eq!((from.nics[0].holds().0, to.nics[0].holds().0), (4, 3));
+}
+
+fn pools_of(p: &mut Pair, page_bytes: u32, blocks: u32) -> (Pool, Pool) {
+    let l = engine_conformance::layout(page_bytes, 1, kvlane_proto::layout::KvKind::Mla);
+    let (src, dst) = (Pool::new(&l, blocks), Pool::new(&l, blocks));
+    p.tx.register(&src.region).unwrap();
+    p.rx.register(&dst.region).unwrap();
+    (src, dst)
+}
+
+#[test]
+fn a_registration_that_fails_half_way_leaves_nothing() {
+    let knobs = Knobs { max_region_bytes: GIB, ..Knobs::default() };
+    let (from, to) = (Host::with(1, &knobs), Host::with(1, &knobs));
+    let mut p = Pair::new((from.engine(64), to.engine(64)));
+    let (_src, _dst) = pools(&mut p, 4096, 16);
+    p.connect(1);
+    let before = to.nics[0].holds();
+    to.nics[0].set(|knobs| knobs.registrations_left = Some(1));
+    let large = Region::for_nic_sparse(5 * GIB / 2).unwrap();
+    let e = p.rx.register(&large).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Memory);
+    let e = e.to_string();
+    for word in
+        ["pieces_done=1", "nic=fake_", "bytes cannot be registered", "RLIMIT_MEMLOCK", "fix:"]
+    {
+        assert!(e.contains(word), "{word}: {e}");
+    }
+    assert_eq!(to.nics[0].holds(), before, "what was registered is taken back");
+    to.nics[0].set(|knobs| knobs.registrations_left = None);
+    p.rx.register(&large).unwrap();
+    assert_eq!(to.nics[0].holds().0, before.0 + 3);
+}
+
+#[test]
+fn an_address_that_moves_is_found_and_one_that_is_gone_is_named() {
+    let Bed { from, to, mut p } = Bed::new(1);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(1);
+    // As a bond that fails over: the same GID, elsewhere in the table.
+    for nic in [from.nics[0], to.nics[0]] {
+        nic.set(|knobs| knobs.gids.iter_mut().for_each(|gid| gid.0 += 5));
+    }
+    let ids: Vec<u32> = (0..4).collect();
+    p.tell_tx(Command::ResetLane { link: LINK, lane: kvlane_proto::LaneId(0) });
+    p.until("loss", |p| !downs(&p.from_tx).is_empty());
+    until_up(&mut p, 0);
+    p.open(1, 1, &dst.plan(&ids, 4096));
+    p.send_all(1, 1, &src.source(&ids, 4096));
+    finish(&mut p, 1);
+    // Gone: the lane waits, and says which address is missing and what there is.
+    from.nics[0].set(|knobs| knobs.gids.clear());
+    from.tree.remove(format!("class/infiniband/{}/ports/1/gids/3", from.names[0]));
+    p.clear();
+    p.tell_tx(Command::ResetLane { link: LINK, lane: kvlane_proto::LaneId(0) });
+    let gone = |e: &EngineEvent| match e {
+        EngineEvent::Trouble(e) => {
+            let text = e.to_string();
+            ["does not have its address", "10.7.", "found=", "fix:"]
+                .iter()
+                .all(|word| text.contains(word))
+        }
+        _ => false,
+    };
+    p.until("which is missing", |p| p.from_tx.iter().any(gone));
+    p.settle();
+    assert!(!p.from_tx.iter().any(|e| matches!(e, EngineEvent::LaneUp { .. })));
+}
+
+#[test]
+fn ports_that_nobody_reaches_are_refused_with_every_candidate() {
+    let tree = Tree::new();
+    tree.nic("fake_local", None, 0).link_local("eth0");
+    tree.nic("fake_none", None, 0);
+    tree.nic("fake_down", None, 0).roce("eth2", "10.9.0.1").down();
+    let config = VerbsConfig::default();
+    let sysfs = Sysfs::new(tree.root());
+    let e = VerbsEngine::by(&Device::verbs(), &sysfs, &config).err().unwrap().to_string();
+    for word in ["fake_local", "link-local", "fake_none", "fake_down", "DOWN", "fix:"] {
+        assert!(e.contains(word), "{word}: {e}");
+    }
+}
+
+#[test]
+fn a_rail_that_fails_leaves_its_parts_to_those_that_are_slow() {
+    let Bed { from, to, mut p } = Bed::new(4);
+    let (src, dst) = pools(&mut p, 4096, 64);
+    p.connect(4);
+    for nic in &from.nics[1..] {
+        nic.set(|knobs| knobs.delay = Duration::from_millis(20));
+    }
+    from.nics[0].plug(false);
+    let ids: Vec<u32> = (0..64).collect();
+    let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&backwards(64), 4 * 4096));
+    p.open(1, 4, &plan);
+    for part in 0..4 {
+        p.post(1, part, part as u16, &source);
+    }
+    p.until("the rail's loss", |p| !downs(&p.from_tx).is_empty());
+    assert_eq!(downs(&p.from_tx), [0]);
+    let why = whys(&p.from_tx).remove(0);
+    let nic = format!("nic={}", from.names[0]);
+    for word in [
+        &nic,
+        "port=1",
+        "queue_pair=0x",
+        "peer=c/decode/i/0",
+        "transport retry counter exceeded",
+        "code=0x0c",
+        "vendor_code=0x5a",
+        "grant=",
+        "part=0",
+        "fix: ",
+    ] {
+        assert!(why.contains(word), "{word}: {why}");
+    }
+    // What was on it, and the rest, over the others.
+    p.until("parts", |p| p.acked() == 3);
+    p.post(1, 0, 1, &source);
+    for part in 4..16 {
+        p.until("room", |p| p.acked() + 8 > part as usize);
+        p.post(1, part, (1 + part % 3) as u16, &source);
+    }
+    p.until("all parts", |p| p.acked() == 16);
+    assert_eq!(dst.touched(), 64 * 4096);
+    p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(1) });
+    p.until("quiesced", |p| quiesced(&p.from_tx, 1));
+    revoke(&mut p, 1);
+    // It is plugged in again, and carries its share.
+    from.nics[0].plug(true);
+    until_up(&mut p, 0);
+    (1..4).for_each(|lane| until_up(&mut p, lane));
+    dst.fill(CANARY);
+    p.clear();
+    p.open(2, 4, &plan);
+    p.send_all(2, 4, &source);
+    assert_eq!(dst.touched(), 64 * 4096);
+    finish(&mut p, 2);
+    drop(to);
+}
+
+#[test]
+fn a_completion_that_never_comes_is_an_error_by_itself() {
+    let Bed { from, mut p, .. } = Bed::new(2);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(2);
+    from.nics[0].set(|knobs| knobs.loses = 1);
+    let ids: Vec<u32> = (0..16).collect();
+    let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&ids, 4 * 4096));
+    p.open(1, 2, &plan);
+    p.post(1, 0, 0, &source);
+    p.settle();
+    assert!(downs(&p.from_tx).is_empty() && p.acked() == 0);
+    // The engine's thread would sleep: it has to wake for it.
+    let until = p.tx.park(&mut Vec::new()).unwrap();
+    assert!(until <= p.now().plus_ms(limits::COMPLETION_MS));
+    p.skip_ms = limits::COMPLETION_MS;
+    p.until("the lane's loss", |p| downs(&p.from_tx) == [0]);
+    let why = whys(&p.from_tx).remove(0);
+    for word in ["does not complete", "nic=fake_", "grant=", "part=0", "limit_ms=4000", "fix: "] {
+        assert!(why.contains(word), "{word}: {why}");
+    }
+    // The other lane has it, and the receiver takes it once.
+    p.post(1, 0, 1, &source);
+    p.until("part", |p| p.acked() == 1);
+    revoke(&mut p, 1);
+}
+
+#[test]
+fn a_post_that_the_driver_refuses_costs_the_lane_and_nothing_is_written_out_of_order() {
+    let Bed { from, mut p, .. } = Bed::new(1);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(1);
+    // In the middle of a batch.
+    from.nics[0].set(|knobs| knobs.posts_left = Some(5));
+    let ids: Vec<u32> = (0..16).collect();
+    let plan = dst.plan(&backwards(16), 16 * 4096);
+    p.open(1, 1, &plan);
+    p.post(1, 0, 0, &src.source(&ids, 16 * 4096));
+    p.until("the lane's loss", |p| downs(&p.from_tx) == [0]);
+    let why = whys(&p.from_tx).remove(0);
+    assert!(why.contains("post refused by the driver") && why.contains("nic=fake_"), "{why}");
+    assert!(dst.touched() <= 5 * 4096 && arrived(&p, 1).is_empty());
+    from.nics[0].set(|knobs| knobs.posts_left = None);
+    revoke(&mut p, 1);
+    until_up(&mut p, 0);
+    p.clear();
+    p.open(2, 1, &plan);
+    p.send_all(2, 1, &src.source(&ids, 16 * 4096));
+    finish(&mut p, 2);
+}
+
+#[test]
+fn a_device_that_is_gone_costs_its_rail_and_what_it_may_write_stays_withheld() {
+    let Bed { to, mut p, .. } = Bed::new(2);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(2);
+    let ids: Vec<u32> = (0..16).collect();
+    let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&ids, 4 * 4096));
+    p.open(1, 2, &plan);
+    to.nics[0].fatal();
+    p.until("the NIC's loss", |p| {
+        let lost = |e: &EngineEvent| matches!(e, EngineEvent::Trouble(e) if e.to_string().contains("the NIC is lost"));
+        p.from_rx.iter().any(lost)
+    });
+    assert_eq!(downs(&p.from_rx), [0]);
+    // What is bound to it can never be proved over.
+    p.tell_rx(Command::Fence {
+        grant: GrantId(1),
+        how: kvlane_transport::engine::FenceHow::Revoke,
+    });
+    p.until("no proof", |p| {
+        p.from_rx.iter().any(|e| matches!(e, EngineEvent::FenceFailed { grant: GrantId(1), .. }))
+    });
+    // The other rail carries other rooms.
+    until_up(&mut p, 1);
+    p.clear();
+    p.open_on(2, &[1], &plan);
+    p.send_on(2, &[1], &source);
+    p.tell_tx(Command::Quiesce { link: LINK, grant: GrantId(2) });
+    p.until("quiesced", |p| quiesced(&p.from_tx, 2));
+}
+
+/// An answer to an older queue pair configures no newer one.
+#[test]
+fn a_late_answer_configures_nothing() {
+    let Bed { mut p, .. } = Bed::new(1);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    listen(&mut p, 1);
+    // The first answer is kept back until the lane has another queue pair.
+    let mut late = None;
+    p.until("two answers", |p| {
+        let is = |c: &Command| matches!(c, Command::Told { message, .. } if matches!(Message::decode(message), Ok(Message::Paired { .. })));
+        if late.is_none()
+            && let Some(at) = p.to_tx.iter().position(is)
+        {
+            late = p.to_tx.remove(at);
+            p.skip_ms += limits::HANDSHAKE_MS;
+        }
+        late.is_some() && p.from_tx.iter().any(|e| matches!(e, EngineEvent::LaneUp { .. }))
+    });
+    p.to_tx.extend(late);
+    p.settle();
+    until_up(&mut p, 0);
+    let ids: Vec<u32> = (0..16).collect();
+    p.open(1, 1, &dst.plan(&ids, 4096));
+    p.send_all(1, 1, &src.source(&ids, 4096));
+    finish(&mut p, 1);
+}
+
+#[test]
+fn a_nic_that_is_not_there_or_has_no_room_is_refused_by_name() {
+    let mut host = Host::new(1);
+    let real = std::mem::replace(&mut host.names, vec!["fake_nowhere".into()]);
+    let e = host.try_engine(64).err().unwrap().to_string();
+    assert!(e.contains("fake_nowhere") && e.contains(&real[0]) && e.contains("fix:"), "{e}");
+    // In sysfs, and unknown to the library.
+    host.tree.nic("fake_ghost", None, 0).roce("ghost0", "10.9.0.2");
+    host.names = vec!["fake_ghost".into()];
+    let e = host.try_engine(64).err().unwrap().to_string();
+    assert!(e.contains("fake_ghost") && e.contains("fix:"), "{e}");
+    // Rings no longer than the device's.
+    let small = Host::with(1, &Knobs { max_depth: 100, ..Knobs::default() });
+    assert!(small.try_engine(2048).is_ok());
+}
+
+/// Memory of a GPU: by whichever way works, and with both reasons if none does.
+#[test]
+fn memory_of_a_gpu_is_registered_by_dmabuf_else_by_its_address() {
+    let host = Host::new(1);
+    let context = std::sync::Arc::new(Device::verbs().open(&host.names[0]).unwrap());
+    let domain = ProtectionDomain::new(&context).unwrap();
+    let memory = Region::memfd(1 << 16).unwrap();
+    let range = || Range::of(memory.memory(), memory.address(), 1 << 16).unwrap();
+    let part = || {
+        let fd = memory.memory().fd().unwrap();
+        DmabufRange { fd, offset: 0, bytes: 1 << 16, iova: memory.address() }
+    };
+    let access = Access::REMOTE_WRITE.relaxed();
+    let way = |dmabuf| domain.register_gpu(range(), dmabuf, access).map(|(_, way)| way);
+    // Neither library nor NIC need know dma-bufs.
+    assert_eq!(way(Some(part())).unwrap(), GpuWay::Peermem);
+    assert_eq!(way(None).unwrap(), GpuWay::Peermem);
+    host.nics[0].set(|knobs| knobs.has_dmabuf = true);
+    assert_eq!(way(Some(part())).unwrap(), GpuWay::Dmabuf);
+    host.nics[0].set(|knobs| knobs.registrations_left = Some(0));
+    let e = way(Some(part())).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Memory);
+    let e = e.to_string();
+    for word in ["by_dmabuf=", "by_peermem=", "nvidia-peermem", "bytes=65536"] {
+        assert!(e.contains(word), "{word}: {e}");
+    }
+    assert_eq!(host.nics[0].holds().0, 0);
+}
