@@ -2,83 +2,27 @@
 #![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)] // Tests fail by panicking.
 
 mod engine_conformance;
+mod fake_verbs;
 mod sysfs_tree;
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use engine_conformance::nics::{arrived, finish, revoke, whys};
 use engine_conformance::one_sided::{downs, many_revokes, pools, quiesced, until_up};
 use engine_conformance::{CANARY, LINK, Pair, Pool, listen, run};
+use fake_verbs::{Bed, Host};
 use sysfs_tree::Tree;
 
 use kvlane_proto::{ErrorKind, GrantId, limits};
-use kvlane_transport::devices::{Sysfs, Wishes};
+use kvlane_transport::devices::Sysfs;
 use kvlane_transport::emulated::verbs::{Device, Knobs};
 use kvlane_transport::engine::one_sided::wire::Message;
 use kvlane_transport::engine::verbs::{VerbsConfig, VerbsEngine};
-use kvlane_transport::engine::{Command, Engine, EngineEvent};
+use kvlane_transport::engine::{Command, EngineEvent};
 use kvlane_transport::memory::Region;
 use kvlane_transport::sys::verbs::{Access, DmabufRange, GpuWay, ProtectionDomain, Range};
 
 const GIB: u64 = 1 << 30;
-
-/// A host with some NICs of one port each.
-struct Host {
-    tree: Tree,
-    names: Vec<String>,
-    nics: Vec<Device>,
-}
-
-impl Host {
-    fn new(count: usize) -> Self {
-        Self::with(count, &Knobs::default())
-    }
-    /// Their GIDs are as in sysfs, unless they are given.
-    fn with(count: usize, knobs: &Knobs) -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let tree = Tree::new();
-        let (mut names, mut nics) = (Vec::new(), Vec::new());
-        for _ in 0..count {
-            let n = NUMBER.fetch_add(1, Ordering::Relaxed);
-            let (name, [high, low]) = (format!("fake_{n}"), [n / 250, n % 250 + 1]);
-            tree.nic(&name, None, 0).roce(&format!("eth{n}"), &format!("10.7.{high}.{low}"));
-            let gid = mapped([10, 7, high as u8, low as u8]);
-            let gids = vec![(2, gid, false, 0), (3, gid, true, 0)];
-            nics.push(Device::new(&name, Knobs { gids, ..knobs.clone() }));
-            names.push(name);
-        }
-        Self { tree, names, nics }
-    }
-    fn try_engine(&self, entries: u32) -> kvlane_proto::Result<Box<dyn Engine>> {
-        let wishes = Wishes { nics: self.names.clone(), ..Wishes::default() };
-        let config = VerbsConfig { wishes, entries, ..VerbsConfig::default() };
-        let sysfs = Sysfs::new(self.tree.root());
-        Ok(Box::new(VerbsEngine::by(&Device::verbs(), &sysfs, &config)?))
-    }
-    fn engine(&self, entries: u32) -> Box<dyn Engine> {
-        self.try_engine(entries).unwrap()
-    }
-}
-
-fn mapped([a, b, c, d]: [u8; 4]) -> [u8; 16] {
-    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255, 255, a, b, c, d]
-}
-
-/// Two hosts, and an engine on each.
-struct Bed {
-    from: Host,
-    to: Host,
-    p: Pair,
-}
-
-impl Bed {
-    fn new(rails: usize) -> Self {
-        let (from, to) = (Host::new(rails), Host::new(rails));
-        let p = Pair::new((from.engine(64), to.engine(64)));
-        Self { from, to, p }
-    }
-}
 
 fn backwards(blocks: u32) -> Vec<u32> {
     (0..blocks).rev().collect()
