@@ -103,9 +103,17 @@ impl Device {
         let name = CString::new(name).unwrap_or_default();
         world(|world| {
             let (events, fd) = (VecDeque::new(), new_fd());
-            let (regions, queue_pairs) = (0, 0);
-            let device = DeviceState { name, raw, knobs, events, fd, regions, queue_pairs };
-            world.devices.push(device);
+            let (regions, queue_pairs, landed_late) = (0, 0, 0);
+            world.devices.push(DeviceState {
+                name,
+                raw,
+                knobs,
+                events,
+                fd,
+                regions,
+                queue_pairs,
+                landed_late,
+            });
             Self(world.devices.len() - 1)
         })
     }
@@ -157,9 +165,9 @@ impl Device {
     pub fn on_the_wire(self) -> usize {
         world(|world| world.wire.iter().filter(|write| write.device == self.0).count())
     }
-    /// Writes that have landed later than the error of the queue pair that they came through, on any.
-    pub fn landed_late() -> u64 {
-        world(|world| world.landed_late)
+    /// Writes that landed here later than the error of the queue pair that they came through.
+    pub fn landed_late(self) -> u64 {
+        world(|world| world.devices[self.0].landed_late)
     }
     /// Writes that were posted to devices that only count.
     pub fn counted() -> u64 {

@@ -43,6 +43,7 @@ pub(super) struct DeviceState {
     pub(super) fd: c_int,
     pub(super) regions: u32,
     pub(super) queue_pairs: u32,
+    pub(super) landed_late: u64,
 }
 
 impl DeviceState {
@@ -182,7 +183,6 @@ pub(super) struct World {
     pub(super) pairs: HashMap<u32, Pair>,
     pub(super) wire: VecDeque<Write>,
     landings: Vec<Landing>,
-    pub(super) landed_late: u64,
 }
 
 // SAFETY: the addresses in events are numbers here.
@@ -326,11 +326,11 @@ impl World {
         let (now, later): (Vec<_>, Vec<_>) = all.into_iter().partition(is);
         self.landings = later;
         for Landing { address, key, bytes, .. } in now {
-            if self.regions.get(&key).is_some_and(|region| region.has(address, bytes.len() as u64))
-            {
+            let has = |region: &&Region| region.has(address, bytes.len() as u64);
+            if let Some(region) = self.regions.get(&key).filter(has) {
                 // SAFETY: it is registered, so that its owner keeps it mapped without references.
                 unsafe { copy_to(address, &bytes) };
-                self.landed_late += 1;
+                self.devices[region.device].landed_late += 1;
             }
         }
     }
