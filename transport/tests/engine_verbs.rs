@@ -65,19 +65,34 @@ fn nothing_lands_after_any_of_many_revokes() {
 
 #[test]
 fn writes_on_the_wire_do_not_land_after_the_proof() {
-    let Bed { from, mut p, .. } = Bed::new(1);
+    land_after_the_proof(false);
+}
+
+#[test]
+fn writes_that_were_let_through_do_not_land_after_the_proof() {
+    land_after_the_proof(true);
+}
+
+fn land_after_the_proof(lands_late: bool) {
+    let Bed { from, to, mut p } = Bed::new(1);
     let (src, dst) = pools(&mut p, 4096, 16);
     p.connect(2);
     let ids: Vec<u32> = (0..16).collect();
     let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&backwards(16), 4 * 4096));
     from.nics[0].set(|knobs| knobs.holds = true);
+    to.nics[0].set(|knobs| knobs.lands_late = lands_late);
     p.open(1, 2, &plan);
     for part in 0..4 {
         p.post(1, part, (part % 2) as u16, &source);
     }
     p.settle();
     assert!(arrived(&p, 1).is_empty() && dst.touched() == 0);
+    assert_eq!(from.nics[0].on_the_wire(), 16);
     revoke(&mut p, 1);
+    // On either lane the first part, whose immediate is behind it, had been let through.
+    let late = if lands_late { 8 } else { 0 };
+    assert_eq!((dst.touched(), to.nics[0].landed_late()), (late as usize * 4096, late));
+    dst.fill(CANARY);
     from.nics[0].set(|knobs| knobs.holds = false);
     p.settle();
     assert_eq!(dst.touched(), 0, "a byte landed after the proof");
