@@ -136,6 +136,13 @@ impl<N: Nic> Scene<'_, N> {
             .with("peer_queue_pair", format!("{:#x}", self.end.number))
             .with("peer", self.peer)
     }
+    /// A completion that does not come: that is an error by itself.
+    pub(super) fn overdue(&self, what: &str) -> Error {
+        let see = self.hca.see();
+        self.error(ErrorKind::DeadlineExceeded, what)
+            .with("limit_ms", limits::COMPLETION_MS)
+            .hint(format!("the lane is made again; if it recurs, look at the NIC's driver: {see}"))
+    }
     /// The first error completion of a queue pair.
     pub(super) fn fault(&self, fault: Fault) -> Error {
         let see = self.hca.see();

@@ -402,9 +402,10 @@ impl<P: Pair> Inbound<P> {
         match &mut self.state {
             State::Empty => self.invited.is_some().then_some(self.answer_from),
             State::Paired { deadline, .. } => Some(*deadline),
-            State::Up { pair, .. } => {
+            State::Up { pair, about } => {
                 pair.arm();
-                pair.is_ready().then_some(Time(0))
+                let late = || about.telling.map(|from| from.plus_ms(limits::COMPLETION_MS));
+                if pair.is_ready() { Some(Time(0)) } else { late() }
             }
             State::Leaving { leaving, .. } => leaving.park(),
         }
@@ -557,8 +558,7 @@ impl<P: Pair> Inbound<P> {
         let is_late = |from: Time| turn.now >= from.plus_ms(limits::COMPLETION_MS);
         if about.telling.is_some_and(is_late) {
             let what = "a NIC does not complete the count of parts for the sender";
-            let e = scene.error(ErrorKind::DeadlineExceeded, what);
-            return Err(e.with("limit_ms", limits::COMPLETION_MS).to_refusal());
+            return Err(scene.overdue(what).to_refusal());
         }
         if !moved && about.posted == about.taken {
             return Ok(false);

@@ -489,14 +489,8 @@ impl<P: Pair> Outbound<P> {
             let State::Up { pair, end, .. } = &self.state else { return Ok(false) };
             let (hca, number) = (&turn.rail.hca, pair.end().number);
             let scene = Scene { hca, number, end: *end, peer: turn.peer };
-            let task = self.held().next();
-            let why = "a NIC does not complete what was posted";
-            let e = scene.error(ErrorKind::DeadlineExceeded, why);
-            let e = e.with("limit_ms", limits::COMPLETION_MS).hint(format!(
-                "the lane is made again; if it recurs, look at the NIC and its driver: {}",
-                hca.see()
-            ));
-            return Err(of_part(e, task).to_refusal());
+            let e = scene.overdue("a NIC does not complete what was posted");
+            return Err(of_part(e, self.held().next()).to_refusal());
         }
         Ok(completed | self.fill(turn)?)
     }

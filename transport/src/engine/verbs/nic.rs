@@ -11,7 +11,7 @@ use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use kvlane_proto::{Error, ErrorKind, Result};
+use kvlane_proto::{Error, ErrorKind, Result, limits};
 
 use super::pair::Connected;
 use crate::devices::{Gid, GidType, LinkLayer, Rail, Sysfs, gid_address, gid_text, unroutable};
@@ -37,6 +37,10 @@ const RETRIES: u8 = 4;
 /// 7 would be for ever.
 const RNR_RETRIES: u8 = 6;
 const RNR_TIMER: u8 = 12;
+const _: () = assert!(
+    4 * (4_096u64 << TIMEOUT) * (RETRIES as u64 + 1) < limits::COMPLETION_MS * 1_000_000
+        && limits::COMPLETION_MS < limits::PART_TIMEOUT_MS
+);
 /// Routers that a packet may cross.
 const HOPS: u8 = 64;
 /// Keys begin at whole pages, so that no page is pinned for two.

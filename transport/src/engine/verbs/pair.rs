@@ -37,10 +37,12 @@ pub struct Ring {
 }
 
 impl Ring {
-    fn refuse(&mut self, name: &'static str, why: &Error) {
+    /// Gives the pair up; `errno` is the driver's, or 0.
+    fn refuse(&mut self, name: &'static str, errno: i32, why: &Error) {
         if self.refused.is_none() {
             tracing::warn!(%why, name, "a queue pair is given up");
-            self.refused = Some(Fault { cause: Cause::Other, name, code: 0, vendor: 0 });
+            let code = errno.unsigned_abs();
+            self.refused = Some(Fault { cause: Cause::Other, name, code, vendor: 0 });
         }
     }
     #[inline]
@@ -100,7 +102,7 @@ impl Sends for Ring {
             return self.batch.clear();
         }
         if let Err(failed) = self.batch.post(&self.pair) {
-            self.refuse("post refused by the driver", &failed.error);
+            self.refuse(refusal(failed.errno), failed.errno, &failed.error);
         }
     }
     fn completed(&mut self, index: u16) -> Option<u64> {
@@ -155,7 +157,7 @@ impl Connected {
         }
         self.taken = 0;
         let found = self.queue.poll(&mut self.found).unwrap_or_else(|e| {
-            self.ring.refuse("completion queue is broken", &e);
+            self.ring.refuse("completion queue is broken", 0, &e);
             0
         });
         // What came before is told first.
@@ -178,7 +180,7 @@ impl Pair for Connected {
     fn post_receives(&mut self, count: u32) -> u64 {
         let posted = self.ring.pair.post_receives(count as usize, RECEIVE | self.receives);
         if let Err(failed) = posted {
-            self.ring.refuse("receives refused by the driver", &failed.error);
+            self.ring.refuse("receives refused by the driver", failed.errno, &failed.error);
         }
         self.receives += u64::from(count);
         self.receives
@@ -212,6 +214,16 @@ impl Pair for Connected {
     }
     fn is_ready(&mut self) -> bool {
         self.look()
+    }
+}
+
+/// A post that the driver did not take; the number is no status of a completion.
+fn refusal(errno: i32) -> &'static str {
+    match errno {
+        libc::ENOMEM => "post refused by the driver (ENOMEM)",
+        libc::EINVAL => "post refused by the driver (EINVAL)",
+        libc::EIO => "post refused by the driver (EIO)",
+        _ => "post refused by the driver (errno)",
     }
 }
 

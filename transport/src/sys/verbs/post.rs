@@ -1,6 +1,6 @@
 //! Requests: many writes in one call, and receives for their immediates.
 
-use std::ffi::c_uint;
+use std::ffi::{c_int, c_uint};
 use std::fmt;
 use std::ptr::NonNull;
 
@@ -30,6 +30,8 @@ pub struct PostFailed {
     /// So many of the first were taken all the same, and will be completed.
     pub taken: usize,
     /// Why the next was not.
+    pub errno: c_int,
+    /// In words.
     pub error: Error,
 }
 
@@ -198,6 +200,7 @@ impl SendBatch {
         };
         check(rc).map_err(|errno| PostFailed {
             taken: taken(first as usize, bad as usize, size_of::<ibv_send_wr>(), len),
+            errno,
             error: pair.failed("ibv_post_send", errno),
         })
     }
@@ -233,6 +236,7 @@ impl QueuePair {
             };
             check(rc).map_err(|errno| PostFailed {
                 taken: posted + taken(first as usize, bad as usize, size_of::<ibv_recv_wr>(), len),
+                errno,
                 error: self.failed("ibv_post_recv", errno),
             })?;
             posted += len;
