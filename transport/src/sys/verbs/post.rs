@@ -251,6 +251,14 @@ mod tests {
 
     const TO: Remote = Remote { address: 0x1000, key: 7 };
 
+    impl SendBatch {
+        fn request(&self, index: usize) -> (ibv_send_wr, ibv_sge) {
+            assert!(index < self.capacity);
+            // SAFETY: there are as many.
+            unsafe { (*self.requests.add(index).as_ptr(), *self.segments.add(index).as_ptr()) }
+        }
+    }
+
     #[test]
     fn a_batch_takes_what_it_has_room_for() {
         let mut batch = SendBatch::new(2);
@@ -261,16 +269,16 @@ mod tests {
         assert!(batch.is_full());
         assert_eq!(batch.push_write(3, from, TO, None, false), Err(PushRefused::Full));
         assert_eq!(batch.push_inline(3, &[], TO, None, false), Err(PushRefused::Full));
-        let (a, b) = (batch.requests[0], batch.requests[1]);
+        let ((a, _), (b, copied)) = (batch.request(0), batch.request(1));
         assert_eq!((a.wr_id, a.opcode, a.send_flags), (1, abi::IBV_WR_RDMA_WRITE, 0));
         assert_eq!((a.rdma.remote_addr, a.rdma.rkey), (0x1000, 7));
         let flags = abi::IBV_SEND_SIGNALED | abi::IBV_SEND_INLINE;
         assert_eq!((b.opcode, b.send_flags), (abi::IBV_WR_RDMA_WRITE_WITH_IMM, flags));
         assert_eq!(b.imm_data.to_ne_bytes(), [1, 2, 3, 4]);
-        assert_eq!(batch.segments[1].addr, batch.inline[1].as_ptr() as u64);
+        assert_eq!(copied.addr, batch.inline[1].as_ptr() as u64);
         batch.clear();
         batch.push_inline(4, &[], TO, Some(1), false).unwrap();
-        assert_eq!(batch.requests[0].num_sge, 0);
+        assert_eq!(batch.request(0).0.num_sge, 0);
     }
 
     #[test]
