@@ -8,7 +8,7 @@ use std::process::Command;
 use kvlane_proto::{Blame, ErrorKind, Outcome, Role, RoomId};
 
 use super::binary;
-use super::cluster::{Cluster, POOL_TOKENS, Router, Worker};
+use super::cluster::{Cluster, PAGE_TOKENS, PAGES_PER_BLOCK, POOL_TOKENS, Router, Worker};
 use super::legs::{Leg, Reply, Request};
 use super::process::{until, within};
 
@@ -69,11 +69,8 @@ impl Bed {
         router.sees(&decode).await;
         let bed = Self { router, prefill, decode, _cluster: cluster };
         // Until there are lanes, nothing can be said of them.
-        bed.hand_off(TOKENS).await;
+        bed.until_done(TOKENS).await;
         bed
-    }
-    async fn hand_off(&self, tokens: u32) {
-        self.router.hand_off(&self.prefill, &self.decode, tokens).await;
     }
     /// A room of which half has been posted by a prefill that is held there.
     async fn half(&mut self) -> (RoomId, Leg, Leg) {
@@ -87,23 +84,26 @@ impl Bed {
     /// Every block is free and as it was left; then every block is used.
     async fn assert_clean(&self) {
         self.decode.assert_all_free().await;
-        self.hand_off(POOL_TOKENS).await;
-        self.hand_off(POOL_TOKENS).await;
+        self.until_done(POOL_TOKENS).await;
+        self.until_done(POOL_TOKENS).await;
         self.decode.assert_all_free().await;
     }
-    /// Runs a room that may fail, but only so that a retry can help, until one is done.
-    async fn until_done(&self) -> u32 {
+    /// Runs rooms until one is done; how many were not. Where two heartbeats may be late, as many as it
+    /// takes.
+    async fn until_done(&self, tokens: u32) -> u32 {
         let mut failed = 0;
         let done = async {
             loop {
-                let asked = Router::request(&self.prefill, &self.decode, TOKENS);
+                let asked = Router::request(&self.prefill, &self.decode, tokens);
                 if let Ok(handoff) = self.router.coordinator.reserve(asked).await {
-                    let r = Request::of(&handoff, &self.router.identity, TOKENS);
+                    let r = Request::of(&handoff, &self.router.identity, tokens);
                     handoff.detach();
                     let ended = self.router.run(&self.prefill, &self.decode, &r).await;
                     let (sent, received) = (ended.prefill.unwrap(), ended.decode.unwrap());
                     assert_eq!((received.pages_corrupt, sent.pages_corrupt), (0, 0));
                     if sent.is_done() && received.is_done() {
+                        let blocks = u64::from(tokens.div_ceil(PAGE_TOKENS));
+                        assert_eq!(received.pages_verified, blocks * PAGES_PER_BLOCK);
                         return;
                     }
                 }
@@ -126,10 +126,9 @@ async fn pair_pages_arrive_and_nothing_is_left() {
     }
     let bed = Bed::start(&[("rxe0", "rxe1")]).await;
     let before = sent("rxe0");
-    bed.router.assert_clean(&bed.prefill, &bed.decode).await;
+    bed.assert_clean().await;
     // A pool of 8 MiB in packets of at most 4 KiB, twice and more.
     assert!(sent("rxe0") - before >= 2 * 2048, "the pages went over the wire");
-    bed.assert_clean().await;
 }
 
 #[tokio::test]
@@ -149,7 +148,7 @@ async fn pair_blocks_of_aborted_rooms_are_used_again_at_once() {
         bed.prefill.go_on().await;
         // Who is held for more than two heartbeats is given up.
         ended(from).await.assert_failed(&[ErrorKind::Aborted, ErrorKind::PeerLost]);
-        bed.hand_off(POOL_TOKENS).await;
+        bed.until_done(POOL_TOKENS).await;
     }
     bed.assert_clean().await;
 }
@@ -168,7 +167,7 @@ async fn pair_a_stopped_sender_writes_nothing_when_it_goes_on() {
     bed.prefill.process.signal("CONT");
     bed.prefill.go_on().await;
     drop(from);
-    bed.until_done().await;
+    bed.until_done(TOKENS).await;
     bed.assert_clean().await;
 }
 
@@ -195,7 +194,7 @@ async fn pair_a_killed_worker_costs_its_own_rooms_only() {
         assert_eq!(told.why().blame, blame, "{told:?}");
         bed.router.sees(&bed.prefill).await;
         bed.router.sees(&bed.decode).await;
-        bed.until_done().await;
+        bed.until_done(TOKENS).await;
         bed.assert_clean().await;
     }
 }
@@ -233,7 +232,7 @@ async fn pair_a_wire_that_is_down_is_named_with_all_that_the_nic_says() {
     })
     .await;
     ip("link set nic1 up");
-    bed.until_done().await;
+    bed.until_done(TOKENS).await;
     bed.assert_clean().await;
 }
 
@@ -254,7 +253,7 @@ async fn bond_is_chosen_explained_and_fails_over() {
         bed.prefill.go_on().await;
         let (from, to) = tokio::join!(ended(from), ended(to));
         assert_eq!((from.pages_corrupt, to.pages_corrupt), (0, 0));
-        let again = bed.until_done().await;
+        let again = bed.until_done(TOKENS).await;
         eprintln!("{slave} down: {:?}, then {again} more", to.outcome);
         bed.assert_clean().await;
         ip(&format!("link set {slave} up"));
@@ -272,7 +271,7 @@ async fn quad_a_wire_that_is_down_costs_its_rail_and_is_used_again() {
     let used = |before: [u64; 2]| [sent("rxe0") > before[0] + 100, sent("rxe2") > before[1] + 100];
     let now = || [sent("rxe0"), sent("rxe2")];
     let before = now();
-    bed.hand_off(TOKENS).await;
+    bed.until_done(TOKENS).await;
     assert_eq!(used(before), [true, true], "both rails carry pages");
 
     // A room that is half-way, and rooms after it, complete over the other wire.
@@ -285,7 +284,7 @@ async fn quad_a_wire_that_is_down_costs_its_rail_and_is_used_again() {
     assert_eq!(to.pages_corrupt, 0);
     let before = now();
     while down.elapsed().as_secs() < 5 {
-        bed.hand_off(TOKENS).await;
+        bed.until_done(TOKENS).await;
     }
     assert!(used(before)[1]);
 
@@ -294,7 +293,7 @@ async fn quad_a_wire_that_is_down_costs_its_rail_and_is_used_again() {
     let back = async {
         loop {
             let before = now();
-            bed.hand_off(TOKENS).await;
+            bed.until_done(TOKENS).await;
             if used(before) == [true, true] {
                 return;
             }

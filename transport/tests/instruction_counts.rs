@@ -208,7 +208,8 @@ fn a_page_is_posted_through_libibverbs_in_few_instructions() {
     if let Some(each) = counted::each(name, post, (PAGES * 100, PAGES * 1100)) {
         let ns = with_counted(|ring| Part::new().time(ring));
         println!("{each:.1} instructions and {ns:.1} ns a page");
-        assert!(each <= 260.0, "{each:.1} instructions a page");
+        // 215 when it was set; 12 to 20 ns.
+        assert!(each <= 240.0, "{each:.1} instructions a page");
         assert!(each >= 20.0, "{each:.1}: the work was optimised away");
     }
 }

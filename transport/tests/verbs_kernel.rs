@@ -34,14 +34,21 @@ fn here() -> bool {
     is
 }
 
+/// The two devices; `KVLANE_RDMA_NICS` names others, such as two ports of a real NIC.
+fn nics() -> [String; 2] {
+    let named = std::env::var("KVLANE_RDMA_NICS").unwrap_or("rxe0,rxe1".into());
+    let (one, other) = named.split_once(',').unwrap();
+    [one.into(), other.into()]
+}
+
 fn config(nic: &str) -> VerbsConfig {
     let wishes = Wishes { nics: vec![nic.into()], ..Wishes::default() };
     VerbsConfig { wishes, entries: 64, ..VerbsConfig::default() }
 }
 
 fn couple() -> (Box<dyn Engine>, Box<dyn Engine>) {
-    let engine = |nic| Box::new(VerbsEngine::new(&config(nic)).unwrap());
-    (engine("rxe0"), engine("rxe1"))
+    let [from, to] = nics().map(|nic| Box::new(VerbsEngine::new(&config(&nic)).unwrap()));
+    (from, to)
 }
 
 #[test]
@@ -139,7 +146,8 @@ fn fails(p: &mut Pair, pools: &[Pool; 2], parts: u32, poll_rx: bool) -> String {
 }
 
 fn says(text: &str, words: &[&str]) {
-    let always = ["nic=rxe0", "port=1", "gid=", "queue_pair=0x", "peer=c/decode/i/0", "fix: "];
+    let nic = format!("nic={}", nics()[0]);
+    let always = [&nic, "port=1", "gid=", "queue_pair=0x", "peer=c/decode/i/0", "fix: "];
     for word in always.iter().chain(words) {
         assert!(text.contains(word), "{word}: {text}");
     }
@@ -214,13 +222,13 @@ struct Ends {
 
 impl Ends {
     fn new(receives: u32) -> Self {
-        let port = |nic| {
+        let port = |nic: String| {
             let sysfs = Sysfs::default();
-            let choice = config(nic).choose(&sysfs).unwrap();
+            let choice = config(&nic).choose(&sysfs).unwrap();
             let rail = choice.require().unwrap()[0].clone();
             Port::open(&Verbs::load().unwrap(), &sysfs, &rail, false).unwrap()
         };
-        let mut ports = [port("rxe0"), port("rxe1")];
+        let mut ports = nics().map(port);
         let l = layout(4096, 1, KvKind::Mla);
         let pools = [Pool::new(&l, 1), Pool::new(&l, 1)];
         let domains = ports.each_mut().map(|port| port.domain().unwrap());

@@ -16,7 +16,7 @@ use crate::engine::one_sided::nic::{
 use crate::sys::verbs::{CompletionQueue, Completions, Done, Failed, QueuePair, SendBatch, Status};
 
 /// Entries that are posted by one call.
-const BATCH: u16 = 256;
+const BATCH: u16 = 64;
 /// Completions that are taken by one call.
 const COMPLETIONS: u16 = 32;
 /// Tells a receive's number from an entry's.

@@ -89,7 +89,7 @@ fn check(rc: c_int) -> std::result::Result<(), c_int> {
     }
 }
 
-/// Reads and ends of objects are made from here only.
+/// Lets calls that read a descriptor of the library's return at once.
 fn set_nonblocking(fd: c_int) -> std::result::Result<(), c_int> {
     // SAFETY: plain calls.
     let set = unsafe {

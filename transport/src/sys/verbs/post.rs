@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_uint};
 use std::fmt;
+use std::ptr::NonNull;
 
 use kvlane_proto::Error;
 
@@ -34,21 +35,45 @@ pub struct PostFailed {
     pub error: Error,
 }
 
-/// Writes that are posted together, in order. Made once; nothing is allocated afterwards.
+/// Writes that are posted together, in order. Made once, and linked once; nothing is allocated
+/// afterwards.
 pub struct SendBatch {
-    requests: Box<[ibv_send_wr]>,
-    /// One for each request.
-    segments: Box<[ibv_sge]>,
+    /// Each has its segment and the one behind it.
+    requests: NonNull<ibv_send_wr>,
+    segments: NonNull<ibv_sge>,
     inline: Box<[[u8; INLINE_BYTES_MAX]]>,
+    capacity: usize,
     len: usize,
 }
 
-// SAFETY: what its pointers point to is its own; they are set anew by each post.
+// SAFETY: what its pointers point to is its own.
 unsafe impl Send for SendBatch {}
 
 impl fmt::Debug for SendBatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "SendBatch({} of {})", self.len, self.requests.len())
+        write!(f, "SendBatch({} of {})", self.len, self.capacity)
+    }
+}
+
+/// `count` zeros that stay where they are until [`free`].
+fn zeros<T: Zero + Clone>(count: usize) -> NonNull<T> {
+    NonNull::from(Box::leak(vec![T::zero(); count].into_boxed_slice())).cast()
+}
+
+/// # Safety
+/// They are of [`zeros`], as many, and not used any more.
+unsafe fn free<T>(zeros: NonNull<T>, count: usize) {
+    // SAFETY: the caller's promise.
+    drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(zeros.as_ptr(), count)) });
+}
+
+impl Drop for SendBatch {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, as many; nobody else has them.
+        unsafe {
+            free(self.requests, self.capacity);
+            free(self.segments, self.capacity);
+        }
     }
 }
 
@@ -56,12 +81,19 @@ impl SendBatch {
     /// Room for so many writes; at least one.
     pub fn new(capacity: u16) -> Self {
         let capacity = usize::from(capacity.max(1));
-        Self {
-            requests: vec![ibv_send_wr::zero(); capacity].into(),
-            segments: vec![ibv_sge::zero(); capacity].into(),
-            inline: vec![[0; INLINE_BYTES_MAX]; capacity].into(),
-            len: 0,
+        let (requests, segments) = (zeros::<ibv_send_wr>(capacity), zeros::<ibv_sge>(capacity));
+        for i in 0..capacity {
+            // SAFETY: both have `capacity` places, of which the last has none behind it.
+            unsafe {
+                let request = requests.add(i).as_ptr();
+                (*request).sg_list = segments.add(i).as_ptr();
+                if i + 1 < capacity {
+                    (*request).next = requests.add(i + 1).as_ptr();
+                }
+            }
         }
+        let inline = vec![[0; INLINE_BYTES_MAX]; capacity].into();
+        Self { requests, segments, inline, capacity, len: 0 }
     }
     /// Writes in it.
     pub fn len(&self) -> usize {
@@ -73,7 +105,7 @@ impl SendBatch {
     }
     /// Whether there is no room left.
     pub fn is_full(&self) -> bool {
-        self.len == self.requests.len()
+        self.len == self.capacity
     }
     /// Forgets what is in it.
     pub fn clear(&mut self) {
@@ -123,9 +155,13 @@ impl SendBatch {
         immediate: Option<u32>,
         send_flags: c_uint,
     ) -> Result<(), PushRefused> {
-        let Some(request) = self.requests.get_mut(self.len) else { return Err(PushRefused::Full) };
-        self.segments[self.len] =
-            ibv_sge { addr: from.address, length: from.bytes, lkey: from.key };
+        if self.is_full() {
+            return Err(PushRefused::Full);
+        }
+        // SAFETY: there are more places than `len`, and they are this batch's.
+        let (request, segment) =
+            unsafe { (self.requests.add(self.len).as_mut(), self.segments.add(self.len).as_mut()) };
+        *segment = ibv_sge { addr: from.address, length: from.bytes, lkey: from.key };
         request.wr_id = wr_id;
         // A segment of no bytes means 2^31 to some devices.
         request.num_sge = i32::from(from.bytes > 0);
@@ -149,20 +185,18 @@ impl SendBatch {
         if len == 0 {
             return Ok(());
         }
-        let first = self.requests.as_mut_ptr();
-        let segments = self.segments.as_mut_ptr();
+        let first = self.requests.as_ptr();
         let mut bad = std::ptr::null_mut();
-        // SAFETY: `len` requests and as many segments lie in boxes that live beyond the call, and
-        // are used by nobody else meanwhile; the chain ends with the last. The driver copies what
-        // it needs, inline bytes as well, before it returns. Addresses in segments are checked by
-        // the NIC against the regions that their keys name. The pair lives.
+        // SAFETY: the first `len` requests are linked, each with its segment; they live beyond the
+        // call, and are used by nobody else meanwhile. The chain ends with the last, for this call.
+        // The driver copies what it needs, inline bytes as well, before it returns. Addresses in
+        // segments are checked by the NIC against the regions that their keys name. The pair lives.
         let rc = unsafe {
-            for i in 0..len {
-                let request = first.add(i);
-                (*request).sg_list = segments.add(i);
-                (*request).next = if i + 1 < len { first.add(i + 1) } else { std::ptr::null_mut() };
-            }
-            (pair.post_send)(pair.raw(), first, &mut bad)
+            let last = first.add(len - 1);
+            let behind = std::mem::replace(&mut (*last).next, std::ptr::null_mut());
+            let rc = (pair.post_send)(pair.raw(), first, &mut bad);
+            (*last).next = behind;
+            rc
         };
         check(rc).map_err(|errno| PostFailed {
             taken: taken(first as usize, bad as usize, size_of::<ibv_send_wr>(), len),
@@ -217,6 +251,14 @@ mod tests {
 
     const TO: Remote = Remote { address: 0x1000, key: 7 };
 
+    impl SendBatch {
+        fn request(&self, index: usize) -> (ibv_send_wr, ibv_sge) {
+            assert!(index < self.capacity);
+            // SAFETY: there are as many.
+            unsafe { (*self.requests.add(index).as_ptr(), *self.segments.add(index).as_ptr()) }
+        }
+    }
+
     #[test]
     fn a_batch_takes_what_it_has_room_for() {
         let mut batch = SendBatch::new(2);
@@ -227,16 +269,16 @@ mod tests {
         assert!(batch.is_full());
         assert_eq!(batch.push_write(3, from, TO, None, false), Err(PushRefused::Full));
         assert_eq!(batch.push_inline(3, &[], TO, None, false), Err(PushRefused::Full));
-        let (a, b) = (batch.requests[0], batch.requests[1]);
+        let ((a, _), (b, copied)) = (batch.request(0), batch.request(1));
         assert_eq!((a.wr_id, a.opcode, a.send_flags), (1, abi::IBV_WR_RDMA_WRITE, 0));
         assert_eq!((a.rdma.remote_addr, a.rdma.rkey), (0x1000, 7));
         let flags = abi::IBV_SEND_SIGNALED | abi::IBV_SEND_INLINE;
         assert_eq!((b.opcode, b.send_flags), (abi::IBV_WR_RDMA_WRITE_WITH_IMM, flags));
         assert_eq!(b.imm_data.to_ne_bytes(), [1, 2, 3, 4]);
-        assert_eq!(batch.segments[1].addr, batch.inline[1].as_ptr() as u64);
+        assert_eq!(copied.addr, batch.inline[1].as_ptr() as u64);
         batch.clear();
         batch.push_inline(4, &[], TO, Some(1), false).unwrap();
-        assert_eq!(batch.requests[0].num_sge, 0);
+        assert_eq!(batch.request(0).0.num_sge, 0);
     }
 
     #[test]
