@@ -81,6 +81,8 @@ fn land_after_the_proof(lands_late: bool) {
     let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&backwards(16), 4 * 4096));
     from.nics[0].set(|knobs| knobs.holds = true);
     to.nics[0].set(|knobs| knobs.lands_late = lands_late);
+    // The clock stands still while they are held: no deadline passes.
+    p.frozen = Some(p.now());
     p.open(1, 2, &plan);
     for part in 0..4 {
         p.post(1, part, (part % 2) as u16, &source);
@@ -97,9 +99,11 @@ fn land_after_the_proof(lands_late: bool) {
     p.settle();
     assert_eq!(dst.touched(), 0, "a byte landed after the proof");
     // And without a proof it would.
+    p.frozen = None;
     until_up(&mut p, 0);
     until_up(&mut p, 1);
     from.nics[0].set(|knobs| knobs.holds = true);
+    p.frozen = Some(p.now());
     p.open(2, 2, &plan);
     p.post(2, 0, 0, &source);
     p.settle();
@@ -336,6 +340,7 @@ fn a_completion_that_never_comes_is_an_error_by_itself() {
     from.nics[0].set(|knobs| knobs.loses = 1);
     let ids: Vec<u32> = (0..16).collect();
     let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&ids, 4 * 4096));
+    p.frozen = Some(p.now());
     p.open(1, 2, &plan);
     p.post(1, 0, 0, &source);
     p.settle();
@@ -343,12 +348,16 @@ fn a_completion_that_never_comes_is_an_error_by_itself() {
     // The engine's thread would sleep: it has to wake for it.
     let until = p.tx.park(&mut Vec::new()).unwrap();
     assert!(until <= p.now().plus_ms(limits::COMPLETION_MS));
+    p.skip_ms = limits::COMPLETION_MS - 1;
+    p.settle();
+    assert!(downs(&p.from_tx).is_empty(), "it may still come");
     p.skip_ms = limits::COMPLETION_MS;
     p.until("the lane's loss", |p| downs(&p.from_tx) == [0]);
     let why = whys(&p.from_tx).remove(0);
     for word in ["does not complete", "nic=fake_", "grant=", "part=0", "limit_ms=4000", "fix: "] {
         assert!(why.contains(word), "{word}: {why}");
     }
+    p.frozen = None;
     // The other lane has it, and the receiver takes it once.
     p.post(1, 0, 1, &source);
     p.until("part", |p| p.acked() == 1);
@@ -364,6 +373,7 @@ fn a_count_that_never_completes_costs_the_receiver_its_lane() {
     // As many parts as there are immediates before the sender is told.
     let ids: Vec<u32> = (0..16).collect();
     let (source, plan) = (src.source(&ids, 4096), dst.plan(&ids, 4096));
+    p.frozen = Some(p.now());
     p.open(1, 1, &plan);
     p.send_all(1, 1, &source);
     p.settle();
@@ -384,6 +394,7 @@ fn a_count_that_never_completes_costs_the_receiver_its_lane() {
     ] {
         assert!(why.contains(word), "{word}: {why}");
     }
+    p.frozen = None;
     // What had arrived has; the next goes over another queue pair.
     assert_eq!(arrived(&p, 1).len(), 16);
     revoke(&mut p, 1);

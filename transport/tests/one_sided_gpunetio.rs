@@ -21,7 +21,7 @@ fn bed() -> EngineBed {
             control.clear(held.take().unwrap()).unwrap();
         }
     };
-    EngineBed::new(pair, Box::new(hold))
+    EngineBed::new(pair, Box::new(hold), true)
 }
 
 #[test]

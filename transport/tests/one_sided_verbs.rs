@@ -21,7 +21,7 @@ fn bed(lands_late: bool) -> EngineBed {
         let _ = &hosts;
         nic.set(|knobs| knobs.holds = on);
     };
-    EngineBed::new(p, Box::new(hold))
+    EngineBed::new(p, Box::new(hold), false)
 }
 
 #[test]

@@ -13,9 +13,9 @@ use kvlane_transport::engine::{Command, EngineEvent, FenceHow};
 const PAGE_BYTES: usize = 4096;
 const BLOCKS: u32 = 32;
 /// With nothing moving for so long, nothing will: longer than any wait of the engines.
-const QUIET: Duration = Duration::from_millis(150);
+const QUIET_MS: u64 = 150;
 /// And for so many turns of both, as this thread may have stood still all that time.
-const QUIET_TURNS: u32 = 200;
+const QUIET_TURNS: u64 = 20;
 
 /// What holds back what is on the wire, and lets it go on.
 pub type Hold = Box<dyn FnMut(bool)>;
@@ -23,6 +23,8 @@ pub type Hold = Box<dyn FnMut(bool)>;
 pub struct EngineBed {
     pair: Pair,
     hold: Hold,
+    /// Who carries writes out takes its own time; else time passes by turns.
+    takes_time: bool,
     /// The receiver does not hear the sender.
     muted: bool,
     pools: [Pool; 2],
@@ -32,7 +34,7 @@ pub struct EngineBed {
 }
 
 impl EngineBed {
-    pub fn new(mut pair: Pair, hold: Hold) -> Self {
+    pub fn new(mut pair: Pair, hold: Hold, takes_time: bool) -> Self {
         let layout = layout(PAGE_BYTES as u32, 1, KvKind::Mla);
         let pools = [Pool::new(&layout, BLOCKS), Pool::new(&layout, BLOCKS)];
         for block in 0..u64::from(BLOCKS) {
@@ -43,7 +45,10 @@ impl EngineBed {
         pair.tx.register(&pools[0].region).unwrap();
         pair.rx.register(&pools[1].region).unwrap();
         pair.connect(Self::LANES);
-        Self { pair, hold, muted: false, pools, grants: Vec::new(), reused: Vec::new() }
+        if !takes_time {
+            pair.frozen = Some(pair.now());
+        }
+        Self { pair, hold, takes_time, muted: false, pools, grants: Vec::new(), reused: Vec::new() }
     }
     fn plans(&self, grant: u64) -> &[Arc<Plan>; 2] {
         &self.grants[grant as usize - 1]
@@ -94,7 +99,11 @@ impl Bed for EngineBed {
     }
     fn settle(&mut self) {
         let (mut last, mut turns) = (Instant::now(), 0);
-        while last.elapsed() < QUIET || turns < QUIET_TURNS {
+        let quiet = |last: Instant, turns| match self.takes_time {
+            true => last.elapsed() >= Duration::from_millis(QUIET_MS) && turns >= QUIET_TURNS,
+            false => turns >= QUIET_MS,
+        };
+        while !quiet(last, turns) {
             let mut moved = self.pair.poll_tx();
             if self.muted {
                 self.pair.to_rx.clear();
@@ -104,7 +113,10 @@ impl Bed for EngineBed {
             if moved {
                 (last, turns) = (Instant::now(), 0);
             }
-            std::thread::yield_now();
+            match self.takes_time {
+                true => std::thread::yield_now(),
+                false => self.pair.skip_ms += 1,
+            }
         }
     }
     fn said(&mut self) -> Vec<Said> {
