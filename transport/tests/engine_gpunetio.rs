@@ -230,6 +230,37 @@ fn a_lost_completion_is_no_acknowledgement() {
     until_up(&mut p, 0);
 }
 
+/// Nor is it waited for for ever: it costs its lane, and the part may go over another.
+#[test]
+fn a_lost_completion_is_an_error_by_itself() {
+    let nics = Nics::new(1);
+    let mut control = nics.control(0);
+    let mut p = nics.pair(64);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(2);
+    let (from, to) = (src.source(&[0, 1, 2, 3], 4 * 4096), dst.plan(&[0, 1, 2, 3], 4 * 4096));
+    p.open(7, 2, &to);
+    let sender = Target::Pair(sender_pair(&mut control, &mut p, 0));
+    let fault = control.fault(&Fault::new(What::LoseCompletion, sender)).unwrap();
+    p.frozen = Some(p.now());
+    p.post(7, 0, 0, &from);
+    p.until("arrival", |p| arrived(p, 7) == [0]);
+    p.until("loss", |_| control.stats().unwrap().hits(fault) == 1);
+    p.skip_ms = limits::COMPLETION_MS - 1;
+    p.settle();
+    assert_eq!((p.acked(), downs(&p.from_tx)), (0, vec![]), "it may still come");
+    p.skip_ms = limits::COMPLETION_MS;
+    p.until("the lane's loss", |p| downs(&p.from_tx) == [0]);
+    let why = whys(&p.from_tx).remove(0);
+    for word in ["does not complete", "nic=emulated0", "queue_pair=", "part=0", "fix: "] {
+        assert!(why.contains(word), "{word}: {why}");
+    }
+    p.frozen = None;
+    p.post(7, 0, 1, &from);
+    p.until("part", |p| p.acked() == 1);
+    p.fence(7, FenceHow::Revoke);
+}
+
 /// An immediate that comes twice is a part that comes twice, and stands for no other.
 #[test]
 fn a_duplicate_immediate_is_the_same_part() {

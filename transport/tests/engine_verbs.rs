@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use engine_conformance::nics::{arrived, finish, revoke, whys};
 use engine_conformance::one_sided::{downs, many_revokes, pools, quiesced, until_up};
-use engine_conformance::{CANARY, LINK, Pair, Pool, listen, peer, run};
+use engine_conformance::{CANARY, LINK, PATIENCE, Pair, Pool, listen, peer, run};
 use fake_verbs::{Bed, Host};
 use sysfs_tree::Tree;
 
@@ -65,19 +65,34 @@ fn nothing_lands_after_any_of_many_revokes() {
 
 #[test]
 fn writes_on_the_wire_do_not_land_after_the_proof() {
-    let Bed { from, mut p, .. } = Bed::new(1);
+    land_after_the_proof(false);
+}
+
+#[test]
+fn writes_that_were_let_through_do_not_land_after_the_proof() {
+    land_after_the_proof(true);
+}
+
+fn land_after_the_proof(lands_late: bool) {
+    let Bed { from, to, mut p } = Bed::new(1);
     let (src, dst) = pools(&mut p, 4096, 16);
     p.connect(2);
     let ids: Vec<u32> = (0..16).collect();
     let (source, plan) = (src.source(&ids, 4 * 4096), dst.plan(&backwards(16), 4 * 4096));
     from.nics[0].set(|knobs| knobs.holds = true);
+    to.nics[0].set(|knobs| knobs.lands_late = lands_late);
     p.open(1, 2, &plan);
     for part in 0..4 {
         p.post(1, part, (part % 2) as u16, &source);
     }
     p.settle();
     assert!(arrived(&p, 1).is_empty() && dst.touched() == 0);
+    assert_eq!(from.nics[0].on_the_wire(), 16);
     revoke(&mut p, 1);
+    // On either lane the first part, whose immediate is behind it, had been let through.
+    let late = if lands_late { 8 } else { 0 };
+    assert_eq!((dst.touched(), to.nics[0].landed_late()), (late as usize * 4096, late));
+    dst.fill(CANARY);
     from.nics[0].set(|knobs| knobs.holds = false);
     p.settle();
     assert_eq!(dst.touched(), 0, "a byte landed after the proof");
@@ -571,20 +586,33 @@ fn a_late_answer_configures_nothing() {
     let Bed { mut p, .. } = Bed::new(1);
     let (src, dst) = pools(&mut p, 4096, 16);
     listen(&mut p, 1);
-    // The first answer is kept back until the lane has another queue pair.
+    let said = |commands: &std::collections::VecDeque<Command>, is: fn(&Message) -> bool| {
+        commands.iter().position(|command| match command {
+            Command::Told { message, .. } => Message::decode(message).is_ok_and(|m| is(&m)),
+            _ => false,
+        })
+    };
+    // The first answer is kept back until the sender has given its queue pair up and made another.
     let mut late = None;
-    p.until("two answers", |p| {
-        let is = |c: &Command| matches!(c, Command::Told { message, .. } if matches!(Message::decode(message), Ok(Message::Paired { .. })));
-        if late.is_none()
-            && let Some(at) = p.to_tx.iter().position(is)
-        {
-            late = p.to_tx.remove(at);
-            p.skip_ms += limits::HANDSHAKE_MS;
-        }
-        late.is_some() && p.from_tx.iter().any(|e| matches!(e, EngineEvent::LaneUp { .. }))
+    p.until("an answer", |p| {
+        p.poll_rx();
+        let at = said(&p.to_tx, |m| matches!(m, Message::Paired { epoch: 1, .. }));
+        late = at.and_then(|at| p.to_tx.remove(at));
+        late.is_some()
     });
+    p.skip_ms += limits::HANDSHAKE_MS;
+    let second = |m: &Message| matches!(m, Message::Pair { epoch: 2, .. });
+    let began = std::time::Instant::now();
+    while said(&p.to_rx, second).is_none() {
+        p.poll_tx();
+        assert!(began.elapsed() < PATIENCE, "no other queue pair: {:?}", p.from_tx);
+    }
+    // It comes while the sender waits for the answer to that one.
     p.to_tx.extend(late);
-    p.settle();
+    p.poll_tx();
+    p.poll_tx();
+    let up = |p: &Pair| p.from_tx.iter().any(|e| matches!(e, EngineEvent::LaneUp { .. }));
+    assert!(!up(&p), "connected with a queue pair that is given up");
     until_up(&mut p, 0);
     let ids: Vec<u32> = (0..16).collect();
     p.open(1, 1, &dst.plan(&ids, 4096));

@@ -3,10 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)] // Tests fail by panicking.
 
 mod engine_conformance;
+mod fake_verbs;
+mod sysfs_tree;
 
 use engine_conformance::nics::{Nics, all, revoke, whys};
 use engine_conformance::one_sided::pools;
 use engine_conformance::{CANARY, PATIENCE, Pair, Pool, addresses, layout};
+use fake_verbs::Bed;
 
 use kvlane_proto::GrantId;
 use kvlane_proto::layout::KvKind;
@@ -73,9 +76,40 @@ fn late_writes(nics: &Nics) -> usize {
     dst.touched()
 }
 
+/// The same over verbs. The NIC of the receiver lets writes through and lands them as late as it may.
+fn late_writes_of_verbs() -> usize {
+    let Bed { from, to, mut p } = Bed::new(1);
+    let (src, dst) = pools(&mut p, 4096, 16);
+    p.connect(1);
+    let ids: Vec<u32> = (0..16).collect();
+    let (source, plan) = (src.source(&ids, 16 * 4096), dst.plan(&ids, 16 * 4096));
+    from.nics[0].set(|knobs| knobs.holds = true);
+    to.nics[0].set(|knobs| knobs.lands_late = true);
+    p.open(7, 1, &plan);
+    p.post(7, 0, 0, &source);
+    p.until("held", |_| from.nics[0].on_the_wire() > 0);
+    revoke(&mut p, 7);
+    // As if the blocks had been given back and were in use again.
+    dst.fill(CANARY);
+    from.nics[0].set(|knobs| knobs.holds = false);
+    p.until("end", |p| p.acked() + whys(&p.from_tx).len() > 0);
+    p.settle();
+    dst.touched()
+}
+
 /// One test, because the switch is the process's.
 #[test]
 fn a_late_write_lands_only_with_fences_off() {
+    assert_eq!(late_writes_of_verbs(), 0, "a byte landed after the proof");
+    #[cfg(feature = "fault-injection")]
+    {
+        use kvlane_transport::engine::fence::set_fences_off;
+        set_fences_off(true);
+        let late = late_writes_of_verbs();
+        set_fences_off(false);
+        assert!(late > 0, "the test cannot see late writes");
+        assert_eq!(late_writes_of_verbs(), 0, "fences are on again");
+    }
     let nics = Nics::patient(1);
     assert_eq!(late_writes(&nics), 0, "a byte landed after the proof");
     #[cfg(feature = "fault-injection")]

@@ -14,6 +14,8 @@ const PAGE_BYTES: usize = 4096;
 const BLOCKS: u32 = 32;
 /// With nothing moving for so long, nothing will: longer than any wait of the engines.
 const QUIET: Duration = Duration::from_millis(150);
+/// And for so many turns of both, as this thread may have stood still all that time.
+const QUIET_TURNS: u32 = 200;
 
 /// What holds back what is on the wire, and lets it go on.
 pub type Hold = Box<dyn FnMut(bool)>;
@@ -91,15 +93,16 @@ impl Bed for EngineBed {
         self.pair.tell_rx(Command::Fence { grant: GrantId(grant), how });
     }
     fn settle(&mut self) {
-        let mut last = Instant::now();
-        while last.elapsed() < QUIET {
+        let (mut last, mut turns) = (Instant::now(), 0);
+        while last.elapsed() < QUIET || turns < QUIET_TURNS {
             let mut moved = self.pair.poll_tx();
             if self.muted {
                 self.pair.to_rx.clear();
             }
             moved |= self.pair.poll_rx();
+            turns += 1;
             if moved {
-                last = Instant::now();
+                (last, turns) = (Instant::now(), 0);
             }
             std::thread::yield_now();
         }
