@@ -71,7 +71,7 @@ fn nothing_lands_after_a_revoke() {
         return;
     }
     let _load = Load::start();
-    many_revokes(&mut Pair::new(couple()), 8, fences(100), 4096, 4);
+    many_revokes(&mut Pair::new(couple()), 8, fences(40), 4096, 4);
 }
 
 /// Keeps a core busy, so that whoever copies late is late.
@@ -335,7 +335,7 @@ fn the_wait_for_the_flush_is_the_fence() {
     if !here() {
         return;
     }
-    let rounds = fences(400);
+    let rounds = fences(120);
     let _load = Load::start();
     let mut violations = [0, 0];
     let mut ends = Ends::new(0);
